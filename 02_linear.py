@@ -1,0 +1,338 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch>=2.11", "numpy>=1.26"]
+# ///
+"""Profile one nn.Linear with a bias, eager and compiled.
+
+    python 02_linear.py --batch 1024 --in_dim 32 --out_dim 64 [--eager] [--compile]
+
+You will learn what nn.Linear launches: where the bias is added, what the transpose of the weight
+costs, and why torch.compile finds nothing to fuse.
+Guess first: x @ w.T + b is a transpose, a product and a sum. How many kernels is that?
+"""
+import argparse
+import contextlib
+import copy
+import fnmatch
+import itertools
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+import traceback
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.profiler import ProfilerActivity, record_function
+
+# Your guess, to edit: the operators that reach the device in one step, in order. A * stands for
+# any text, since the compiler makes up the names of the kernels that it writes.
+GUESS = {
+    "eager": ["aten::addmm"],
+    "compile": ["aten::addmm"],
+}
+
+
+def build(variant, args):
+    """The step to profile, and a function for what it should return, in float64."""
+    # The seed gives every variant the same weight, bias and input.
+    torch.manual_seed(0)
+    like = {"device": args.device, "dtype": DTYPES[args.dtype]}
+    linear = nn.Linear(args.in_dim, args.out_dim, bias=True, **like).eval()
+    x = torch.randn(args.batch, args.in_dim, **like)
+    model = torch.compile(linear, options=NAMED) if variant == "compile" else linear
+
+    def step():
+        with record_function("linear_fwd"):
+            return model(x)                     # [batch, out_dim]
+
+    return step, lambda: copy.deepcopy(linear).double()(x.double())
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Profile one nn.Linear, eager and compiled.")
+    for size, default in {"batch": 1024, "in_dim": 32, "out_dim": 64}.items():
+        parser.add_argument(f"--{size}", type=positive, default=default)
+    parser.set_defaults(warmup=True)
+    args = parse(parser)
+    return run("02_linear", f"{args.batch}_{args.in_dim}_{args.out_dim}", args)
+
+
+# ---- What follows is the same in all four scripts. Worth copying: profile, time_step, launched -
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMED = {"cpp.enable_kernel_profile": True}    # a CPU's trace then names Inductor's C++ kernel
+# Operators that launch nothing: they call another operator, or only rewrite shape and strides.
+IDLE = set("""linear matmul t transpose as_strided view reshape expand _unsafe_view unsqueeze squeeze
+    resolve_conj resolve_neg empty empty_like empty_strided""".split())
+
+
+@contextlib.contextmanager
+def quiet():
+    """Hold stderr back, then pass on all but what Kineto always says of its own start."""
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if not re.match(rb"USDT:|.*gpuGetDeviceCount failed", line):
+                    os.write(2, line)
+
+
+def profile(step, device):
+    """Profile five calls of step(): one waits, one warms the profiler up, three are recorded.
+
+    Returns the Chrome trace, a dict, and the profiler's table, a text. Raises OSError.
+    """
+    # Else CUPTI, which records the GPU, stays attached and slows every later launch.
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        with torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True,
+                                    acc_events=True) as prof:
+            for _ in range(5):
+                step()
+                prof.step()
+        prof.export_chrome_trace(f"{folder}/trace.json")
+        try:        # on a full disk the export writes half a file and says nothing
+            trace = json.loads(Path(folder, "trace.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            raise OSError(f"no room for a trace in {folder}") from None
+    trace.pop("host_name", None)
+    for event in trace["traceEvents"]:
+        event.get("args", {}).pop("kernel_file", None)      # a path on this machine
+    return trace, prof.key_averages().table(
+        sort_by=f"self_{device}_time_total", row_limit=15, max_name_column_width=120)
+
+
+def time_step(step, device):
+    """µs per step without the profiler: n steps back to back between two synchronizations, over n;
+    the median of seven such blocks. n is as many as fit into 0.1 s, 500 at most."""
+    def block(n):
+        start = time.perf_counter()
+        for _ in range(n):
+            step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / n * 1e6
+
+    n = max(1, min(500, int(100_000 / block(3))))
+    return float(np.median([block(n) for _ in range(7)]))
+
+
+def launched(trace, device):
+    """What each recorded step launched: a list per step of (operator, its kernels and memory
+    operations), in order, as the trace has them; and how many launches left no event behind.
+
+    On a CPU the outermost operators that compute stand for kernels.
+    """
+    spans = sorted((e for e in trace["traceEvents"] if e["ph"] == "X" and "cat" in e),
+                   key=lambda e: (e["ts"], -e["dur"]))
+    host = {e["args"].get("External id"): e for e in spans
+            if e["cat"] in ("cpu_op", "user_annotation")}
+    work = [e for e in spans if e["cat"] in ("kernel", "gpu_memset", "gpu_memcpy")]
+    calls = {e["args"].get("correlation") for e in spans
+             if e["cat"] in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]}
+    lost = calls - {e["args"].get("correlation") for e in work}
+    end = 0
+    for e in host.values() if device == "cpu" else []:
+        library, _, name = e["name"].rpartition("::")
+        if e["ts"] >= end and (library == "aten" and name not in IDLE or "cpp_fused" in name):
+            work.append(e)
+            end = e["ts"] + e["dur"]
+    groups = [(op, list(events)) for op, events in itertools.groupby(
+        work, lambda e: host.get(e["args"].get("External id"), e))]
+    return [[(op["name"], events) for op, events in groups
+             if step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
+            for step in host.values() if step["name"].startswith("ProfilerStep")], len(lost)
+
+
+# ---- The screen and the command line: nothing to copy ------------------------------------------
+
+HEAD = ("", "kernels", "mem ops", "kernels µs", "span µs", "CPU µs", "step µs", "speed-up",
+        "first call s", "error")
+WHY = {     # operators that a guess may name and that never reach the device
+    "aten::linear": "only calls aten::mm, or aten::addmm where there is a bias",
+    "aten::matmul": "only calls aten::mm",
+    "aten::t": "swaps two strides: it moves no data and launches nothing",
+    "aten::add": "is part of aten::addmm: in the GEMM's epilogue on a GPU, a copy before it on a CPU",
+}
+CURES = {   # what to change, by a pattern in an error's text
+    r"Python\.h": "Python's headers are missing: install them (apt install python3-dev)",
+    r"C\+\+ compiler|find C compiler": "a C++ compiler is missing: install one (apt install g++)",
+    r"out of memory|can't allocate|[Oo]verflow": "not enough memory: choose smaller sizes",
+    r"ModuleNotFoundError": "{}: pip install -r requirements.txt",
+    r"OSError|\[Errno": "{}: make room for the traces, or run in another folder",
+}
+
+
+def is_kernel(event):
+    return event["cat"] in ("kernel", "cpu_op")
+
+
+def compare(guess, steps):
+    """Print the guess beside what a step launched; return the counts and median µs of a step."""
+    short = lambda name, n: name if len(name) <= n else f"{name[:n - 15]}...{name[-12:]}"
+    flat = [[e for _, events in step for e in events] for step in steps]
+    us = iter(np.median([[e["dur"] for e in step] for step in flat], axis=0))
+    guesses, seen = iter(guess), []
+    print(f"  {'guess':22}{'trace':33}{'µs':>9}  kernel")
+    for op, events in steps[-1]:
+        mine = ""
+        if any(map(is_kernel, events)):
+            mine = next(guesses, "-")
+            seen.append(op)
+        for e in events:
+            print(f"  {mine:22}{short(op, 32):33}{next(us):9.2f}  {short(e['name'], 50)}")
+            mine = op = ""
+    for mine in guesses:
+        print(f"  {mine:22}-")
+    holds = len(seen) == len(guess) and all(map(fnmatch.fnmatchcase, seen, guess))
+    print("  The guess holds." if holds else "  The guess does not hold.")
+    for op in sorted(set(guess) & set(WHY) - set(seen)):
+        print(f"  {op} {WHY[op]}.")
+    kernels = [[e["dur"] for e in filter(is_kernel, step)] for step in flat]
+    spans = [max(e["ts"] + e["dur"] for e in step) - step[0]["ts"] for step in flat]
+    return [len(kernels[-1]), len(flat[-1]) - len(kernels[-1]),
+            np.median([sum(step) for step in kernels]), np.median(spans)]
+
+
+def measure(variant, path, args, lesson):
+    """Profile one variant, save its trace, print what it launched; return cells for the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    step, reference = build(variant, args)
+    start = time.perf_counter()
+    for _ in range(3 if args.warmup else 0):
+        step()
+        if args.device == "cuda":
+            torch.cuda.synchronize()
+        lesson.setdefault("first_call_s", round(time.perf_counter() - start, 3))
+    trace, table = profile(step, args.device)
+    y, expected = step().double(), reference()
+    lesson["error"] = ((y - expected).norm() / expected.norm()).item()
+    lesson["step_us"] = time_step(step, args.device)
+    steps, lost = launched(trace, args.device)
+    if lost or not steps or not all(steps):
+        cells = ["?"] * 4
+        lesson["notes"].append(f"The profiler missed kernels ({lost} launches have none), so none are "
+                               "counted. It needs CUPTI, which WSL2 and some drivers refuse.")
+    else:
+        names = [[e["name"] for _, events in step for e in events] for step in steps]
+        if names[0] != names[1] or names[1] != names[2]:
+            lesson["notes"].append("The steps launched different kernels; the last one is shown.")
+            steps = steps[-1:]
+        cells = compare(GUESS[variant], steps)
+    for note in lesson["notes"]:
+        print(f"  {note}")
+    trace |= {"lesson": lesson, "traceName": path.as_posix()}
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:        # whole files or none
+        Path(folder, "new.json").write_text(json.dumps(trace), "utf-8")
+        Path(folder, "new.txt").write_text(table, "utf-8")
+        for new in Path(folder).iterdir():
+            new.replace(path.with_suffix(new.suffix))
+    cpu = np.median([e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
+                     and e["name"].startswith("ProfilerStep")])
+    return [*cells, cpu, np.float64(lesson["step_us"])]
+
+
+def run(script, tag, args):
+    """Profile each variant, then compare all in one table. Returns the exit code."""
+    gpu = args.device == "cuda"
+    device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
+    if args.dtype not in ("bf16", *tag.split("_")):
+        tag += f"_dtype-{args.dtype}"
+    if not gpu and torch.cuda.is_available():
+        tag += "_device-cpu"
+    print(f"{script} in {args.dtype} on {device}, torch {torch.__version__}")
+    arguments = {key: value for key, value in vars(args).items() if key not in GUESS}
+    versions = {"torch": torch.__version__}
+    for package in "triton", "liger-kernel":
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package.replace("-", "_")] = metadata.version(package)
+    rows, paths, eager = [], [], None
+    for variant in args.variants:
+        print(f"\n{variant}", flush=True)
+        path = Path("traces", script, f"{tag}_{variant}.json")
+        lesson = {"script": script, "variant": variant, "notes": [], **versions,
+                  "device": device, "device_type": args.device, "arguments": arguments}
+        try:
+            with torch.no_grad():
+                cells = measure(variant, path, args, lesson)
+        except Exception as error:
+            print(f"{script}: {variant}: {cure(error)}", file=sys.stderr)
+            continue
+        eager = lesson["step_us"] if variant == "eager" else eager
+        rows.append([variant, *cells, f"{eager / lesson['step_us']:.2f}" if eager and gpu else "-",
+                     lesson.get("first_call_s", "cold"), f"{lesson['error']:.1e}"])
+        paths.append(path)
+    if rows:
+        print("\nOne step: medians, step µs without the profiler, error against float64")
+        for row in [HEAD, *rows]:
+            print("{:8}{:>8}{:>8}{:>12}{:>10}{:>10}{:>10}{:>9}{:>13}{:>9}".format(*(
+                f"{cell:,.1f}" if isinstance(cell, np.floating) else cell for cell in row)))
+        if not gpu:
+            print("Times on a CPU are noise: threads that wake up outweigh a small GEMM. The structure "
+                  "is what\nholds: which operators ran, in which order, and what was fused.")
+        print("\nOpen a trace at https://ui.perfetto.dev; its table lies beside it (.txt):",
+              *paths, sep="\n  ")
+    return int(len(rows) < len(args.variants))
+
+
+def cure(error):
+    """One line that says what to change. An error that we do not know keeps its traceback."""
+    for pattern, advice in CURES.items():
+        if re.search(pattern, f"{type(error).__name__}: {error}"):
+            return advice.format(error)
+    traceback.print_exception(error)
+    return "failed, see above"
+
+
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def parse(parser):
+    """Add the flags that all four scripts have; settle variants, device and dtype."""
+    for variant in GUESS:
+        parser.add_argument(f"--{variant}", action="store_true", help=f"profile {variant} only")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is one")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        sys.exit("--device cuda: PyTorch finds no GPU here; leave it out to profile the CPU")
+    args.device = args.device or ("cuda" if gpu else "cpu")
+    if not gpu:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)   # "No CUDA runtime"
+    args.variants = [variant for variant in GUESS if getattr(args, variant)] or list(GUESS)
+    if args.device == "cuda":
+        bf16, fallback = torch.cuda.is_bf16_supported(including_emulation=False), "fp16"
+    else:
+        cpu = torch.cpu.get_capabilities()
+        bf16, fallback = cpu.get("avx512_bf16") or cpu.get("amx_bf16"), "fp32"
+    if args.dtype == "bf16" and not bf16:
+        args.dtype = fallback
+        print(f"This {args.device} has no bf16 matmul: {fallback} is used.")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

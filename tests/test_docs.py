@@ -1,0 +1,67 @@
+"""The documents and the reference traces: up to date, whole, and free of anything private."""
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "traces"), str(ROOT / "tests")]
+import record                               # noqa: E402
+from test_scripts import check_private, load, spans    # noqa: E402
+
+REFERENCES = sorted((ROOT / "traces").glob("*/0*/*.json"))
+
+
+@pytest.mark.parametrize("path", record.DOCS)
+def test_documents_are_up_to_date(path):
+    assert (ROOT / path).read_text("utf-8") == record.docs(path), "run python traces/record.py --docs"
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_reference_trace(path):
+    """Whole, private, as the guess says, and with the durations that the committed output shows."""
+    trace = json.loads(path.read_text("utf-8"))
+    check_private(trace)
+    script, variant = path.parent.name, path.stem.split("_")[-1]
+    lesson = trace["lesson"]
+    assert (lesson["script"], lesson["variant"]) == (script, variant)
+    assert trace["traceName"] == f"traces/{script}/{path.name}"
+    names = [e["name"] for e in spans(trace) if e["name"].startswith("ProfilerStep")
+             and e["cat"] == "user_annotation"]
+    assert names == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    module = load(script)
+    steps, lost = module.launched(trace, "cuda")
+    assert lost == 0 and lesson["notes"] == []
+    for step in steps:
+        assert [op for op, events in step if any(map(module.is_kernel, events))] == [
+            op for op, _ in steps[0]]
+        assert len(step) == len(module.GUESS[variant])
+        assert all(map(module.fnmatch.fnmatchcase, [op for op, _ in step], module.GUESS[variant]))
+    assert path.with_suffix(".txt").is_file()
+    assert f"  {trace['traceName']}\n" in (path.parent / "output.txt").read_text("utf-8")
+
+
+def test_output_is_that_of_the_traces():
+    """The README's run and the committed traces are one recording."""
+    output = (ROOT / "traces/h200/03_kernels_mlp/output.txt").read_text("utf-8")
+    for path in (ROOT / "traces/h200/03_kernels_mlp").glob("*.json"):
+        kernels = [e for e in spans(json.loads(path.read_text("utf-8"))) if e["cat"] == "kernel"]
+        for name in {e["name"] for e in kernels}:
+            assert name[-12:] in output
+        durations = [sorted(e["dur"] for e in kernels[i::len(kernels) // 3])[1]
+                     for i in range(len(kernels) // 3)]
+        section = output.split(f"\n{path.stem.split('_')[-1]}\n")[1].split("The guess")[0]
+        shown = [float(us) for us in re.findall(r" (\d+\.\d\d)  (?!Mem)", section)]
+        assert shown == [round(us, 2) for us in durations]
+
+
+def test_readme_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    python3 -m venv")]
+    assert len(commands) == 2 and commands[1].endswith("-m pytest")
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        assert (ROOT / link).exists(), link
+    for script in set(re.findall(r"\b0\w+\.py\b", text)):
+        assert (ROOT / script).is_file()

@@ -1,0 +1,483 @@
+"""Run the scripts as a reader does, each the only file in its folder, and look into what they wrote."""
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(ROOT.glob("0*.py"))
+SMALL = {
+    "01_matmul_add": ["--size", "64", "--warmup"],
+    "02_linear": ["--batch", "128", "--in_dim", "32", "--out_dim", "64"],
+    "03_simple_mlp": ["--batch", "2", "--seq", "16", "--dim", "64", "--hidden", "128"],
+    "03_kernels_mlp": ["--batch", "2", "--seq", "16", "--dim", "64", "--hidden", "128"],
+}
+# The commands of the posts, and the files that they name: TAG_VARIANT.
+POSTS = [
+    ("01_matmul_add --size 64", ["64_bf16_cold_eager"]),
+    ("01_matmul_add --size 4096", ["4096_bf16_cold_eager"]),
+    ("01_matmul_add --warmup", ["64_bf16_warm_eager", "64_bf16_warm_compile"]),
+    ("01_matmul_add --size 4096 --warmup --compile", ["4096_bf16_warm_compile"]),
+    ("02_linear --batch 1024 --in_dim 32 --out_dim 64",
+     ["1024_32_64_eager", "1024_32_64_compile"]),
+    ("02_linear --batch 1024 --in_dim 32 --out_dim 64 --compile", ["1024_32_64_compile"]),
+    ("03_simple_mlp --batch 64 --seq 128 --dim 768 --hidden 3072",
+     ["64_128_768_3072_eager", "64_128_768_3072_compile"]),
+    ("03_kernels_mlp --batch 64 --seq 128 --dim 768 --hidden 3072",
+     ["64_128_768_3072_eager", "64_128_768_3072_compile"]),
+]
+ANNOTATION = {"01_matmul_add": "matmul_add", "02_linear": "linear_fwd",
+              "03_simple_mlp": "mlp_fwd", "03_kernels_mlp": "kernels_mlp_fwd"}
+# What a CPU runs in one step: the outermost operators that compute, by script and variant.
+MM, FUSED = "aten::mm", r"graph_\d+_cpp_fused__unsafe_view_gelu_mul_0"
+MLP = {"eager": [MM, MM, "aten::gelu", "aten::mul", MM], "compile": [MM, MM, FUSED, MM]}
+WORK = {
+    "01_matmul_add": {"eager": [MM, "aten::add"], "compile": ["aten::addmm"]},
+    "02_linear": {"eager": ["aten::addmm"], "compile": ["aten::addmm"]},
+    "03_simple_mlp": MLP,
+    "03_kernels_mlp": MLP,
+}
+# The dispatch chain of the posts: each name lies within the one before it.
+CHAINS = {
+    ("01_matmul_add", "eager"): ["aten::matmul", "aten::mm"],
+    ("01_matmul_add", "compile"): ["Torch-Compiled Region: 0/0", "aten::addmm"],
+    ("02_linear", "eager"): ["aten::linear", "aten::addmm"],
+    ("02_linear", "compile"): ["Torch-Compiled Region: 0/0", "aten::addmm"],
+    ("03_simple_mlp", "eager"): ["aten::linear", "aten::matmul", "aten::mm"],
+    ("03_simple_mlp", "compile"): ["Torch-Compiled Region: 0/0", MM],
+    ("03_kernels_mlp", "eager"): ["aten::linear", "aten::matmul", "aten::mm"],
+    ("03_kernels_mlp", "compile"): ["Torch-Compiled Region: 0/0", MM],
+}
+
+
+def run(folder, script, *arguments, **environment):
+    """Copy the script, alone, into folder and run it there, as a reader without a GPU would."""
+    shutil.copy(ROOT / f"{script}.py", folder)
+    return subprocess.run([sys.executable, f"{script}.py", *arguments], cwd=folder, text=True,
+                          capture_output=True, timeout=900,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment)
+
+
+def load(script):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def spans(trace):
+    return [e for e in trace["traceEvents"] if e.get("ph") == "X" and "cat" in e]
+
+
+def inside(outer, inner):
+    return (outer["tid"] == inner["tid"] and outer["ts"] <= inner["ts"]
+            and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"])
+
+
+def strings(value):
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from strings(key)
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def check_private(trace):
+    """No path and no host name of the machine that recorded the trace."""
+    for text in strings(trace):
+        assert not re.search(r"(^|[\s\"'=:])(/[\w.-]+){2,}", text), text
+        assert socket.gethostname() not in text.split(), text
+    assert "host_name" not in trace
+
+
+def check_trace(path, script, variant):
+    """What the posts say of a trace, looked up in the file's own events."""
+    trace = json.loads(path.read_text("utf-8"))
+    check_private(trace)
+    assert trace["traceName"] == f"traces/{script}/{path.name}"
+    assert trace["lesson"]["script"] == script and trace["lesson"]["variant"] == variant
+    assert trace["lesson"]["step_us"] > 0 and trace["lesson"]["notes"] == []
+    events = spans(trace)
+    steps = [e for e in events if e["name"].startswith("ProfilerStep#")]
+    assert [e["name"] for e in steps] == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    for step in steps:
+        [region] = [e for e in events if e["name"] == ANNOTATION[script] and inside(step, e)]
+        chain = [step, region]
+        for name in CHAINS[script, variant]:
+            chain.append(next(e for e in events if e["name"] == name and inside(chain[-1], e)))
+        within = [e for e in events if e["cat"] == "cpu_op" and inside(region, e)]
+        names = [e["name"] for e in within]
+        # Wrappers and views hold or precede the work; whatever lies within work is part of it.
+        pattern = "|".join(dict.fromkeys(WORK[script][variant]))
+        work = [e for e in within if re.fullmatch(pattern, e["name"])]
+        assert len(work) == len(WORK[script][variant]), names
+        assert all(map(re.fullmatch, WORK[script][variant], (e["name"] for e in work))), names
+        if variant == "compile":
+            assert "TorchDynamo Cache Lookup" in names
+            assert not {"aten::gelu", "aten::mul", "aten::add", "aten::t"} & set(names)
+    table = path.with_suffix(".txt").read_text("utf-8")
+    assert "Self CPU" in table and len(re.findall(r"^ +aten::\w+ ", table, re.M)) <= 15
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A fresh Inductor cache, the first time."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+def name_here(script, name):
+    """The posts' file name; a processor without a bf16 matmul uses fp32, and says so in the name."""
+    cpu = torch.cpu.get_capabilities()
+    if cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
+        return name
+    if "_bf16_" in name:
+        return name.replace("bf16", "fp32")
+    return re.sub("_(?=[a-z]+$)", "_dtype-fp32_", name)
+
+
+@pytest.mark.parametrize("command, names", POSTS, ids=[command for command, _ in POSTS])
+def test_commands_of_the_posts(tmp_path, cache, command, names):
+    script, *arguments = command.split()
+    done = run(tmp_path, script, *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0, done.stderr
+    only = "liger: a Triton kernel needs a GPU." if script == "03_kernels_mlp" else ""
+    assert done.stderr.startswith(only) and done.stderr.count("\n") == bool(only), done.stderr
+    assert done.stdout.count("The guess holds.") == len(names), done.stdout
+    stems = [f"traces/{script}/{name_here(script, name)}" for name in names]
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert written == {f"{script}.py"} | {f"{stem}.{kind}" for stem in stems for kind in ("json", "txt")}
+    for stem in stems:
+        assert f"  {stem}.json" in done.stdout
+        check_trace(tmp_path / f"{stem}.json", script, stem.split("_")[-1])
+
+
+def test_table_agrees_with_the_trace(tmp_path):
+    done = run(tmp_path, "03_simple_mlp", *SMALL["03_simple_mlp"], "--dtype", "fp32")
+    for variant, operators in MLP.items():
+        trace = json.loads((tmp_path / f"traces/03_simple_mlp/2_16_64_128_dtype-fp32_{variant}.json")
+                           .read_text("utf-8"))
+        [row] = re.findall(rf"^{variant} +(\d+) +(\d+) +([\d.,]+) +([\d.,]+) +([\d.,]+) +([\d.,]+) +- "
+                           r"+([\d.]+) +(\S+)$", done.stdout, re.M)
+        steps = [e for e in spans(trace) if e["name"].startswith("ProfilerStep#")]
+        work = [[e for e in spans(trace) if inside(step, e)
+                 and re.fullmatch("|".join(dict.fromkeys(operators)), e["name"])] for step in steps]
+        median = lambda values: f"{sorted(values)[1]:,.1f}"
+        assert row[:2] == (str(len(operators)), "0")
+        assert row[2] == median([sum(e["dur"] for e in step) for step in work])
+        assert row[3] == median([step[-1]["ts"] + step[-1]["dur"] - step[0]["ts"] for step in work])
+        assert row[4] == median([step["dur"] for step in steps])
+        assert row[5] == f"{trace['lesson']['step_us']:,.1f}"
+        assert 0 < float(row[7]) < 1e-5
+
+
+def test_failed_guess_is_marked_and_explained_and_fails_nothing(tmp_path):
+    text = (ROOT / "02_linear.py").read_text("utf-8")
+    guess = '"eager": ["aten::t", "aten::mm", "aten::add"],'
+    (tmp_path / "mine.py").write_text(text.replace('"eager": ["aten::addmm"],', guess), "utf-8")
+    done = subprocess.run([sys.executable, "mine.py", "--eager", "--batch", "8"], cwd=tmp_path,
+                          capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0
+    assert re.search(r"aten::t +aten::addmm .*\n  aten::mm +-\n  aten::add +-\n", done.stdout)
+    assert "The guess does not hold." in done.stdout
+    assert "aten::add is part of aten::addmm" in done.stdout
+    assert "aten::t swaps two strides" in done.stdout
+
+
+# ---- What a reader gets wrong, and what a machine lacks ------------------------------------------
+
+
+def one_line(done, code, *words):
+    """The run ended with this code and one line on stderr that has the words."""
+    assert done.returncode == code, (done.returncode, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert "Traceback" not in done.stderr and len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], done.stderr
+
+
+@pytest.mark.parametrize("script, flags", SMALL.items())
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
+def test_bad_size(tmp_path, script, flags, value):
+    done = run(tmp_path, script, f"{flags[0]}={value}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        f"argument {flags[0]}: {value!r} is not a whole number of 1 or more")
+
+
+@pytest.mark.parametrize("size", ["20000000", "1000000000000", "1" + "0" * 30])
+def test_size_beyond_memory(tmp_path, size):
+    done = run(tmp_path, "01_matmul_add", "--size", size)
+    one_line(done, 1, "01_matmul_add: eager: not enough memory: choose smaller sizes")
+    done = run(tmp_path, "03_simple_mlp", "--hidden", size, "--eager")
+    one_line(done, 1, "03_simple_mlp: eager: not enough memory: choose smaller sizes")
+
+
+def test_bad_flags(tmp_path):
+    done = run(tmp_path, "02_linear", "--dtype", "int8")
+    assert done.returncode == 2 and "invalid choice: 'int8'" in done.stderr
+    done = run(tmp_path, "01_matmul_add", "--eager", "--compile")
+    assert done.returncode == 2 and "add --warmup" in done.stderr
+    for script in SMALL:
+        one_line(run(tmp_path, script, "--device", "cuda"), 1, "--device cuda", "no GPU")
+    done = run(tmp_path, "03_kernels_mlp", "--liger")
+    one_line(done, 1, "liger: a Triton kernel needs a GPU",
+             "traces/h200/03_kernels_mlp/64_128_768_3072_liger.json")
+
+
+def test_no_bf16_matmul(tmp_path):
+    code = "import runpy, torch; torch.cpu.get_capabilities = dict; runpy.run_path('02_linear.py', {}, '__main__')"
+    shutil.copy(ROOT / "02_linear.py", tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, "--eager"], cwd=tmp_path, text=True,
+                          capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0 and "no bf16 matmul: fp32 is used" in done.stdout
+    assert (tmp_path / "traces/02_linear/1024_32_64_dtype-fp32_eager.json").is_file()
+
+
+def test_trace_folder_is_a_file(tmp_path):
+    (tmp_path / "traces").write_text("mine")
+    one_line(run(tmp_path, "02_linear", "--eager"), 1, "02_linear: eager:", "traces", "another folder")
+    assert (tmp_path / "traces").read_text() == "mine"
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk with no room left but a few KB."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("disk", ["traces", "tmp"])
+def test_full_disk(tmp_path, full, disk):
+    """The traces' disk is full, or the one on which PyTorch writes first, without a word."""
+    done = run(tmp_path, "02_linear", "--eager")
+    kept = (tmp_path / "traces/02_linear/1024_32_64_eager.json").read_bytes()
+    if disk == "traces":
+        shutil.copytree(tmp_path / "traces", full, dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "traces")
+        (tmp_path / "traces").symlink_to(full)
+    (full / "filler").write_bytes(b"x" * (60_000 - sum(p.stat().st_size for p in full.rglob("*.*"))))
+    done = run(tmp_path, "02_linear", "--eager", **({"TMPDIR": str(full)} if disk == "tmp" else {}))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]         # what Kineto says of it may stand above
+    assert last.startswith("02_linear: eager: ") and "make room" in last
+    assert (tmp_path / "traces/02_linear/1024_32_64_eager.json").read_bytes() == kept
+    assert {path.name for path in (tmp_path / "traces/02_linear").iterdir()} == {
+        "1024_32_64_eager.json", "1024_32_64_eager.txt"}
+
+
+@pytest.mark.parametrize("missing", ["compiler", "Python.h"])
+@pytest.mark.parametrize("state", ["fresh", "warm"])
+def test_no_compiler_or_no_header(tmp_path, missing, state):
+    """Inductor raises another exception when its cache already holds the kernel's source."""
+    command = "03_simple_mlp", *SMALL["03_simple_mlp"]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    if state == "warm":
+        assert run(tmp_path, *command, **environment).returncode == 0
+        for binary in (tmp_path / "cache").rglob("*.so"):
+            binary.unlink()
+    fake = tmp_path / "bin/g++"
+    fake.parent.mkdir()
+    if missing == "Python.h":
+        # A compiler that is not told where Python's headers are.
+        fake.write_text("#!/usr/bin/env bash\n"
+                        'for a; do [ -f "${a#-I}/Python.h" ] || args+=("$a"); done\n'
+                        f'exec {shutil.which("g++")} "${{args[@]}}"\n')
+    else:
+        fake.write_text("#!/bin/sh\nexit 127\n")
+        environment["CXX"] = str(tmp_path / "bin/none")
+    fake.chmod(0o755)
+    if missing == "Python.h":
+        environment["CXX"] = str(fake)
+    done = run(tmp_path, *command, **environment)
+    words = ["g++"] if missing == "compiler" else ["python3-dev"]
+    one_line(done, 1, "03_simple_mlp: compile:", *words)
+    assert (tmp_path / "traces/03_simple_mlp/2_16_64_128_eager.json").is_file()
+    assert "eager  " in done.stdout
+
+
+def test_other_errors(monkeypatch, capsys):
+    script = load("03_kernels_mlp")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ImportError) as missing:
+        script.liger_mlp(script.SimpleGeGLUMLP(8, 8))
+    assert script.cure(missing.value).endswith("pip install -r requirements.txt")
+    assert "smaller sizes" in script.cure(torch.OutOfMemoryError("CUDA out of memory. Tried ..."))
+    assert capsys.readouterr().err == ""
+    try:
+        raise RuntimeError("nobody knows")
+    except RuntimeError as error:
+        assert script.cure(error) == "failed, see above"
+    assert "nobody knows" in capsys.readouterr().err
+
+
+def test_interrupt(tmp_path):
+    shutil.copy(ROOT / "03_simple_mlp.py", tmp_path)
+    with subprocess.Popen([sys.executable, "03_simple_mlp.py", "--batch", "16"], cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as running:
+        for line in running.stdout:
+            if line == "eager\n":
+                break
+        time.sleep(2)
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Traceback" not in stderr
+    assert not [path for path in tmp_path.rglob("traces/*/*")]
+
+
+def gpu_trace(kernels):
+    """A trace as PyTorch writes it on a GPU, of three steps with two launches, not all recorded."""
+    events = []
+    for i in range(3):
+        t = 1000.0 * i
+        events.append(dict(cat="user_annotation", name=f"ProfilerStep#{i + 2}", ts=t, dur=900,
+                           args={"External id": 10 * i + 1}))
+        for j in range(2):
+            events.append(dict(cat="cpu_op", name="aten::mm", ts=t + 100 * j, dur=50,
+                               args={"External id": 10 * i + j + 2}))
+            events.append(dict(cat="cuda_runtime", name="cudaLaunchKernel", ts=t + 100 * j, dur=5,
+                               args={"External id": 10 * i + j + 2, "correlation": 2 * i + j}))
+            if 2 * i + j in kernels:
+                events.append(dict(cat="kernel", name="gemm", ts=t + 100 * j + 60, dur=30,
+                                   args={"External id": 10 * i + j + 2, "correlation": 2 * i + j}))
+    return {"traceEvents": [event | {"ph": "X", "tid": 1} for event in events]}
+
+
+@pytest.mark.parametrize("kernels, seen", [(range(6), True), ([0, 1, 2, 3, 4], False), ([], False)])
+def test_profiler_that_misses_kernels(monkeypatch, tmp_path, capsys, kernels, seen):
+    script = load("01_matmul_add")
+    step = lambda: torch.ones(2)
+    monkeypatch.setattr(script, "build", lambda variant, args: (step, step))
+    monkeypatch.setattr(script, "profile", lambda step, device: (gpu_trace(kernels), "table"))
+    monkeypatch.setattr(script, "time_step", lambda step, device: 1.0)
+    args, lesson = SimpleNamespace(device="cuda", warmup=False), {"device_type": "cuda", "notes": []}
+    cells = script.measure("eager", tmp_path / "traces/t_eager.json", args, lesson)
+    note = "The profiler missed kernels"
+    saved = json.loads((tmp_path / "traces/t_eager.json").read_text())["lesson"]["notes"]
+    if seen:
+        assert cells[:4] == [2, 0, 60, 130] and saved == []
+    else:
+        assert cells[:4] == ["?"] * 4 and saved[0].startswith(note)
+        assert note in capsys.readouterr().out
+
+
+# ---- The files themselves ------------------------------------------------------------------------
+
+
+def test_real_errors_pass_through_quiet(capfd):
+    script = load("02_linear")
+    with script.quiet():
+        os.write(2, b"USDT:2026 SyncActivityProfilerHandler.cpp:39] profiler_start\n"
+                    b"ERROR: gpuGetDeviceCount failed with code 35\nERROR: no space\n")
+    with pytest.raises(KeyboardInterrupt), script.quiet():
+        os.write(2, b"half a line")
+        raise KeyboardInterrupt
+    assert capfd.readouterr().err == "ERROR: no space\nhalf a line"
+
+
+def test_shared_lines_are_the_same():
+    mark = "# ---- What follows is the same in all four scripts"
+    assert len(SCRIPTS) == 4
+    assert len({path.read_text("utf-8").split(mark, 1)[1] for path in SCRIPTS}) == 1
+
+
+def test_dependencies_are_what_is_imported():
+    wanted = {re.match(r"[\w-]+", line)[0]: line for line in
+              (ROOT / "requirements.txt").read_text("utf-8").split("\n") if line}
+    imported = set()
+    for path in SCRIPTS:
+        text = path.read_text("utf-8")
+        header = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", text)[1].replace("# ", "")
+        dependencies = ast.literal_eval(re.search(r"dependencies = (\[.*?\])", header, re.S)[1])
+        names = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module.split(".")[0])
+        names = {name.replace("_", "-") for name in names - sys.stdlib_module_names}
+        assert {line.replace("'", '"') for line in dependencies} == {wanted[name] for name in names}
+        imported |= names
+    # torch brings triton; liger-kernel and torch.compile call it.
+    assert imported | {"triton"} == set(wanted)
+
+
+def test_functions_to_copy(tmp_path):
+    """Another program imports a script and profiles its own step with it; the import does nothing."""
+    (tmp_path / "other.py").write_text("""
+import json, torch
+from importlib import import_module
+lesson = import_module("03_kernels_mlp")
+x = torch.randn(32, 32)
+trace, table = lesson.profile(lambda: (x @ x).relu(), "cpu")
+steps, lost = lesson.launched(trace, "cpu")
+print(json.dumps([[operator for operator, _ in step] for step in steps]), lost)
+print(lesson.time_step(lambda: x @ x, "cpu") > 0, "aten::mm" in table)
+mlp = lesson.SimpleGeGLUMLP(8, 16)
+print(list(mlp(torch.randn(2, 3, 8)).shape))
+""")
+    shutil.copy(ROOT / "03_kernels_mlp.py", tmp_path)
+    done = subprocess.run([sys.executable, "other.py"], cwd=tmp_path, text=True, capture_output=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"})
+    assert done.stderr == ""
+    one = '["aten::mm", "aten::relu"]'
+    assert done.stdout == f"[{one}, {one}, {one}] 0\nTrue True\n[2, 3, 8]\n"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# ---- On a GPU ------------------------------------------------------------------------------------
+
+
+def on_gpu(folder, script, *arguments):
+    shutil.copy(ROOT / f"{script}.py", folder)
+    return subprocess.run([sys.executable, f"{script}.py", *arguments], cwd=folder, text=True,
+                          capture_output=True)
+
+
+@pytest.mark.gpu
+def test_kernels_mlp_on_a_gpu(tmp_path):
+    start = time.monotonic()
+    done = on_gpu(tmp_path, "03_kernels_mlp")
+    assert time.monotonic() - start < 60
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("The guess holds.") == 3, done.stdout
+    for variant, kernels in {"eager": 5, "compile": 4, "liger": 4}.items():
+        trace = json.loads((tmp_path / f"traces/03_kernels_mlp/64_128_768_3072_{variant}.json").read_text())
+        check_private(trace)
+        names = [e["name"] for e in spans(trace) if e["cat"] == "kernel"]
+        assert len(names) == 3 * kernels
+        assert names.count("_geglu_tanh_forward_kernel") == 3 * (variant == "liger")
+        assert sum("triton_poi_fused" in name for name in names) == 3 * (variant == "compile")
+        assert bool([e for e in spans(trace) if "TorchDynamo" in e["name"]]) == (variant == "compile")
+        assert trace["lesson"]["error"] < 1e-2
+
+
+@pytest.mark.gpu
+def test_faults_on_a_gpu(tmp_path):
+    one_line(on_gpu(tmp_path, "01_matmul_add", "--size", "400000"), 1, "choose smaller sizes")
+    done = on_gpu(tmp_path, "02_linear", "--device", "cpu", "--dtype", "fp32")
+    assert done.returncode == 0
+    assert (tmp_path / "traces/02_linear/1024_32_64_dtype-fp32_device-cpu_eager.json").is_file()
