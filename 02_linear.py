@@ -144,19 +144,21 @@ def launched(trace, device):
     host = {e["args"].get("External id"): e for e in spans
             if e["cat"] in ("cpu_op", "user_annotation")}
     work = [e for e in spans if e["cat"] in ("kernel", "gpu_memset", "gpu_memcpy")]
-    calls = {e["args"].get("correlation") for e in spans
-             if e["cat"] in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]}
-    lost = calls - {e["args"].get("correlation") for e in work}
+    calls = {e["args"].get("correlation"): e for e in spans
+             if e["cat"] in ("cuda_runtime", "cuda_driver")}
+    lost = {i for i in calls if "Launch" in calls[i]["name"]} - {
+        e["args"].get("correlation") for e in work}
     end = 0
     for e in host.values() if device == "cpu" else []:
         library, _, name = e["name"].rpartition("::")
         if e["ts"] >= end and (library == "aten" and name not in IDLE or "cpp_fused" in name):
             work.append(e)
             end = e["ts"] + e["dur"]
-    groups = [(op, list(events)) for op, events in itertools.groupby(
-        work, lambda e: host.get(e["args"].get("External id"), e))]
+    # The operator, or at least the launch; without either it comes from before the recording.
+    groups = [(op, list(events)) for op, events in itertools.groupby(work, lambda e: host.get(
+        e["args"].get("External id"), calls.get(e["args"].get("correlation"))))]
     return [[(op["name"], events) for op, events in groups
-             if step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
+             if op and step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
             for step in host.values() if step["name"].startswith("ProfilerStep")], len(lost)
 
 
@@ -272,6 +274,8 @@ def run(script, tag, args):
             with torch.no_grad():
                 cells = measure(variant, path, args, lesson)
         except Exception as error:
+            if "\nKeyboardInterrupt" in "".join(traceback.format_exception(error)):
+                raise KeyboardInterrupt from None       # the profiler, stopped midway, hid it
             print(f"{script}: {variant}: {cure(error)}", file=sys.stderr)
             continue
         eager = lesson["step_us"] if variant == "eager" else eager

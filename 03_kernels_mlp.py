@@ -3,22 +3,25 @@
 # dependencies = [
 #     "torch>=2.11",
 #     "numpy>=1.26",
+#     "triton>=3.6; sys_platform == 'linux'",
 #     "liger-kernel>=0.8; sys_platform == 'linux'",
 # ]
 # ///
-"""Profile a GeGLU MLP eager, compiled, and with a kernel written by hand, Liger's in Triton.
+"""Profile a GeGLU MLP eager, compiled, and with Triton kernels written by hand: Liger's and ours.
 
     python 03_kernels_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
-    python 03_kernels_mlp.py --liger                    this variant only; also --eager, --compile
+    python 03_kernels_mlp.py --liger       this variant only; also --eager, --compile, --fused
 
-You will learn how a hand-written kernel looks in a trace (no Dynamo rows, no guards, one launch),
-and that Liger's and Inductor's kernels do the same work: gelu and mul in one pass over memory.
+You will learn how a hand-written kernel looks in a trace (no Dynamo rows, no guards, one launch);
+that Liger's and Inductor's kernels do the same work, gelu and mul in one pass over memory; and what
+they leave: both GEMMs' outputs still go to memory and come back. Ours keeps them in registers.
 Guess first: how many kernels does each variant launch in a step, and which operator launches them?
 """
 import argparse
 import contextlib
 import copy
 import fnmatch
+import functools
 import itertools
 import json
 import logging
@@ -39,12 +42,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, record_function
 
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:     # no Triton for this system, a Mac say: the other variants still run
+    triton = None
+
 # Your guess, to edit: the operators that reach the device in one step, in order. A * stands for
 # any text, since the compiler makes up the names of the kernels that it writes.
 GUESS = {
     "eager": ["aten::mm", "aten::mm", "aten::gelu", "aten::mul", "aten::mm"],
     "compile": ["aten::mm", "aten::mm", "*fused*gelu*mul*", "aten::mm"],
     "liger": ["aten::mm", "aten::mm", "LigerGELUMulFunction", "aten::mm"],
+    "fused": ["FusedGeGLU", "aten::mm"],
 }
 
 
@@ -76,6 +87,137 @@ def liger_mlp(mlp):
     return liger.to(mlp.gate_proj.weight)
 
 
+if triton:
+
+    @triton.jit
+    def gelu_tanh(x):
+        # 0.5 x (1 + tanh(t)) == x sigmoid(2 t) == x / (1 + 2 ** (-2 log2(e) t)), with
+        # t = sqrt(2 / pi) (x + 0.044715 x ** 3). rsqrt squared divides in one instruction,
+        # `/` would first look for divisors above 2 ** 126. Inf and NaN come out as in PyTorch.
+        r = tl.rsqrt(1 + tl.exp2(x * (-2.302208198 - 0.10294324 * x * x)))
+        return x * r * r
+
+    @triton.jit
+    def at(matrix, row, col, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+        # Pointers to a tile of a [rows, cols] matrix, and which of them lie inside it
+        i, j = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
+        inside = (row + i < rows) & (col + j < cols)
+        return matrix + row.to(tl.int64) * cols + col + i * cols + j, inside
+
+    @triton.jit(do_not_specialize=["M", "N", "K"])  # one compilation serves every size
+    def geglu_gemm(x, w, out, M, N, K, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr):
+        N, K = N // 8 * 8, K // 8 * 8  # tells the compiler that rows begin at 16 bytes
+        rows, cols = tl.cdiv(M, BM), tl.cdiv(2 * N, BN)
+        # Persistent: only as many programs as the GPU holds at once, each takes tile after tile.
+        # flatten fuses both loops into one, so the next tile's loads start before this one ends.
+        for tile in tl.range(tl.program_id(0), rows * cols, tl.num_programs(0), flatten=TMA):
+            # Eight tiles down, then one to the right: what runs at the same time shares the L2.
+            row, col = tl.swizzle2d(tile // cols, tile % cols, rows, cols, 8)
+            acc = tl.zeros((BM, BN), tl.float32)
+            for k in range(0, K, BK):
+                if TMA:  # one thread orders a tile from the copy engine; past the edges it is 0
+                    a, b = x.load([row * BM, k]), w.load([col * BN, k])
+                else:
+                    a = tl.load(*at(x, row * BM, k, M, K, BM, BK), 0)
+                    b = tl.load(*at(w, col * BN, k, 2 * N, K, BN, BK), 0)
+                acc = tl.dot(a, b.T, acc)
+            # The epilogue: what happens to a result before it leaves the registers. Columns of acc
+            # come in eights, gate, up, gate, up: a thread holds the same places of each eight, so
+            # it has both halves of every pair, and this split moves nothing.
+            gate, up = acc.reshape(BM, BN // 16, 2, 8).permute(0, 1, 3, 2).split()
+            y = (gelu_tanh(gate) * up).reshape(BM, BN // 2)
+            if TMA:
+                out.store([row * BM, col * (BN // 2)], y)
+            else:
+                where, inside = at(out, row * BM, col * (BN // 2), M, N, BM, BN // 2)
+                tl.store(where, y, inside)
+
+
+# BM, BN, BK, stages. LARGE lets two programs share a multiprocessor: while one is in its epilogue,
+# the other computes. SMALL, for little work, has more tiles, so that all multiprocessors load
+# weights, and no descriptors, which cost the CPU as much as all the rest of a launch.
+LARGE, SMALL = (128, 128, 64, 3), (64, 64, 64, 4)
+
+
+def arguments(x, w, out, M, N, K, tma, BM, BN, BK):
+    if tma:  # a descriptor tells the copy engine how a tile lies in memory
+        x = TensorDescriptor(x, [M, K], [K, 1], [BM, BK])
+        w = TensorDescriptor(w, [2 * N, K], [K, 1], [BN, BK])
+        out = TensorDescriptor(out, [M, N], [N, 1], [BM, BN // 2])
+    return x, w, out, M, N, K, tma, BM, BN, BK
+
+
+@functools.cache
+def kernels(device, dtype):
+    """LARGE and SMALL, each compiled and the end of its `arguments`; how many programs fit."""
+    gpu, compiled = torch.cuda.get_device_properties(device), []
+    if torch.version.hip or gpu.major < 8:
+        raise RuntimeError("fused_geglu needs an NVIDIA GPU of compute capability 8.0 or newer, "
+                           f"not {gpu.name} ({gpu.major}.{gpu.minor})")
+    # TMA came with 9.0. 12.x lacks the shared memory for it here.
+    for (*tile, stages), tma in (LARGE, gpu.major in (9, 10)), (SMALL, False):
+        args = arguments(*torch.empty(3, 16, 16, device=device, dtype=dtype), 16, 8, 16, tma, *tile)
+        compiled.append((geglu_gemm.warmup(*args, num_stages=stages, grid=(1,)), tma, *tile))
+    return *compiled, 2 * gpu.multi_processor_count
+
+
+def fused_geglu(x, w):
+    """x [..., dim], w = interleave(gate, up) -> gelu_tanh(x @ gate.T) * (x @ up.T) [..., hidden]"""
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        raise RuntimeError("fused_geglu has no backward: call it under torch.no_grad()")
+    if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
+        raise TypeError("fused_geglu takes bfloat16 or float16, the same for x and weight, "
+                        f"not {x.dtype} and {w.dtype}")
+    *batch, K = x.shape or [0]
+    wide, depth = w.shape if w.ndim == 2 else (0, 0)
+    if K != depth or K % 8 or wide % 16 or not K * wide:
+        raise ValueError("fused_geglu takes x [..., dim] and weight [2 * hidden, dim], dim and "
+                         f"hidden multiples of 8, not {list(x.shape)} and {list(w.shape)}")
+    if (not triton or not x.is_cuda or w.device != x.device
+            or x.device.index != torch.cuda.current_device()):
+        raise RuntimeError("fused_geglu needs Triton, and x and weight on the current NVIDIA GPU, "
+                           f"not on {x.device} and {w.device}")
+    x, w = x.contiguous(), w.contiguous()  # now it is rows in memory, whatever the batch
+    if x.data_ptr() % 16 or w.data_ptr() % 16:  # an odd slice: TMA cannot start there
+        x, w = x.clone(), w.clone()
+    M, N, (large, small, programs) = x.numel() // K, wide // 2, kernels(x.device, x.dtype)
+    # Few rows, or so few multiply-adds that the GPU would wait for the CPU to write descriptors?
+    kernel, tma, BM, BN, BK = small if M <= 64 or large[1] and M * wide * K < 3e9 else large
+    tiles = -(-M // BM) * -(-wide // BN)
+    # A row of its own in a trace, made as Inductor makes its own: an autograd.Function would cost
+    # the CPU more than the launch. The compiled kernel spares it geglu_gemm[grid]'s look-up.
+    with torch._C._profiler._RecordFunctionFast("FusedGeGLU", [x, w]):
+        out = x.new_empty(*batch, N)
+        if tiles:
+            kernel[min(tiles, programs), 1, 1](*arguments(x, w, out, M, N, K, tma, BM, BN, BK))
+    return out
+
+
+def interleave(gate, up):
+    """Two [hidden, dim] weights -> [2 * hidden, dim]: eight rows of gate, eight of up, and on."""
+    return torch.stack([gate.unflatten(0, (-1, 8)), up.unflatten(0, (-1, 8))], 1).flatten(0, 2)
+
+
+class FusedGeGLUMLP(nn.Module):
+    """A GeGLU MLP in two kernels, for inference in bfloat16 or float16."""
+
+    @classmethod
+    def from_mlp(cls, mlp):
+        """From a SimpleGeGLUMLP or LigerGEGLUMLP. Copies gate and up, shares down_proj."""
+        gate, up = mlp.gate_proj, mlp.up_proj
+        if gate.bias is not None or up.bias is not None or gate.out_features % 8:
+            raise ValueError("FusedGeGLUMLP takes gate_proj and up_proj without bias, with hidden "
+                             f"in multiples of 8, not {gate} and {up}")
+        self, grad = cls(), gate.weight.requires_grad or up.weight.requires_grad
+        packed = interleave(gate.weight.detach(), up.weight.detach())
+        self.gate_up, self.down_proj = nn.Parameter(packed, requires_grad=grad), mlp.down_proj
+        return self
+
+    def forward(self, x):
+        return self.down_proj(fused_geglu(x, self.gate_up))
+
+
 def build(variant, args):
     """The step to profile, and a function for what it should return, in float64."""
     # The seed gives every variant the same weights and the same input.
@@ -88,6 +230,8 @@ def build(variant, args):
         model = torch.compile(mlp, options=NAMED)
     if variant == "liger":
         model = liger_mlp(mlp)
+    if variant == "fused":
+        model = FusedGeGLUMLP.from_mlp(mlp)
 
     def step():
         with record_function("kernels_mlp_fwd"):
@@ -96,18 +240,30 @@ def build(variant, args):
     return step, lambda: copy.deepcopy(mlp).double()(x.double())
 
 
+def unfit(variant, args):
+    """Why a variant cannot run on this machine or at these sizes; None where it can."""
+    if variant in ("liger", "fused") and args.device == "cpu":
+        return ("a Triton kernel needs a GPU. Open the reference instead: "
+                f"traces/h200/03_kernels_mlp/64_128_768_3072_{variant}.json")
+    if variant == "fused" and (torch.version.hip or torch.cuda.get_device_capability() < (8, 0)):
+        return "needs an NVIDIA GPU of compute capability 8.0 or newer"
+    if variant == "fused" and (args.dtype == "fp32" or args.dim % 8 or args.hidden % 8):
+        return "takes bf16 or fp16, and dim and hidden in multiples of 8"
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Profile a GeGLU MLP: eager, compiled, Liger.")
+    parser = argparse.ArgumentParser(description="Profile a GeGLU MLP and three ways to fuse it.")
     for size, default in {"batch": 64, "seq": 128, "dim": 768, "hidden": 3072}.items():
         parser.add_argument(f"--{size}", type=positive, default=default)
     parser.set_defaults(warmup=True)
-    args = parse(parser)
+    args, code = parse(parser), 0
+    for variant in GUESS:
+        if variant in args.variants and unfit(variant, args):
+            args.variants.remove(variant)
+            print(f"{variant}: {unfit(variant, args)}", file=sys.stderr)
+            code = max(code, getattr(args, variant))        # asked for, and cannot run here
     tag = f"{args.batch}_{args.seq}_{args.dim}_{args.hidden}"
-    if args.device == "cpu" and "liger" in args.variants:
-        args.variants.remove("liger")
-        print("liger: a Triton kernel needs a GPU. Open the reference instead: "
-              "traces/h200/03_kernels_mlp/64_128_768_3072_liger.json", file=sys.stderr)
-    return run("03_kernels_mlp", tag, args) or int(args.liger and args.device == "cpu")
+    return max(int(code), run("03_kernels_mlp", tag, args))
 
 
 # ---- What follows is the same in all four scripts. Worth copying: profile, time_step, launched -
@@ -189,19 +345,21 @@ def launched(trace, device):
     host = {e["args"].get("External id"): e for e in spans
             if e["cat"] in ("cpu_op", "user_annotation")}
     work = [e for e in spans if e["cat"] in ("kernel", "gpu_memset", "gpu_memcpy")]
-    calls = {e["args"].get("correlation") for e in spans
-             if e["cat"] in ("cuda_runtime", "cuda_driver") and "Launch" in e["name"]}
-    lost = calls - {e["args"].get("correlation") for e in work}
+    calls = {e["args"].get("correlation"): e for e in spans
+             if e["cat"] in ("cuda_runtime", "cuda_driver")}
+    lost = {i for i in calls if "Launch" in calls[i]["name"]} - {
+        e["args"].get("correlation") for e in work}
     end = 0
     for e in host.values() if device == "cpu" else []:
         library, _, name = e["name"].rpartition("::")
         if e["ts"] >= end and (library == "aten" and name not in IDLE or "cpp_fused" in name):
             work.append(e)
             end = e["ts"] + e["dur"]
-    groups = [(op, list(events)) for op, events in itertools.groupby(
-        work, lambda e: host.get(e["args"].get("External id"), e))]
+    # The operator, or at least the launch; without either it comes from before the recording.
+    groups = [(op, list(events)) for op, events in itertools.groupby(work, lambda e: host.get(
+        e["args"].get("External id"), calls.get(e["args"].get("correlation"))))]
     return [[(op["name"], events) for op, events in groups
-             if step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
+             if op and step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
             for step in host.values() if step["name"].startswith("ProfilerStep")], len(lost)
 
 
@@ -317,6 +475,8 @@ def run(script, tag, args):
             with torch.no_grad():
                 cells = measure(variant, path, args, lesson)
         except Exception as error:
+            if "\nKeyboardInterrupt" in "".join(traceback.format_exception(error)):
+                raise KeyboardInterrupt from None       # the profiler, stopped midway, hid it
             print(f"{script}: {variant}: {cure(error)}", file=sys.stderr)
             continue
         eager = lesson["step_us"] if variant == "eager" else eager

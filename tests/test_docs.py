@@ -57,6 +57,29 @@ def test_output_is_that_of_the_traces():
         assert shown == [round(us, 2) for us in durations]
 
 
+def test_claims_that_do_not_hold_on_the_h200():
+    look = record.looker(record.REFERENCE)
+    assert [claim for claim, _, check in record.CLAIMS if not check(look)[0]] == [
+        "... since it is cold: a warm run has none",
+        "aten::mm asks for the occupancy before it launches",
+        "... and that GEMM is the kernel of eager",
+    ]
+
+
+@pytest.mark.parametrize("claim, check", [(claim, check) for claim, _, check in record.CLAIMS])
+def test_a_claim_can_fail(claim, check):
+    """Shown some other trace in place of its own, no claim holds throughout."""
+    look = record.looker(record.REFERENCE)
+    outcomes = [check(look)[0]]
+    for path in REFERENCES:
+        other = str(path.relative_to(record.REFERENCE).with_suffix(""))
+        try:
+            outcomes.append(check(lambda name: look(other))[0])
+        except (IndexError, KeyError, ValueError, TypeError, ZeroDivisionError):
+            outcomes.append(False)
+    assert False in outcomes
+
+
 def test_readme_commands():
     text = (ROOT / "README.md").read_text("utf-8")
     commands = [line.strip() for line in text.splitlines() if line.startswith("    python3 -m venv")]

@@ -1,12 +1,14 @@
 """Record the reference traces anew on the GPU at hand, or bring the documents up to date.
 
     python traces/record.py             record into traces/GPU/, GPU a short name of this one: h200
-    python traces/record.py --docs      write the generated parts of both READMEs from those files
+    python traces/record.py --docs      write the generated parts of the READMEs from traces/h200/
 
 All runs go to a temporary folder first. Only when every one of them ended well do their traces,
-tables and output take the place of the older ones.
+tables and output take the place of older ones. Then each claim of the posts is held against them.
 """
 import argparse
+import functools
+import json
 import re
 import shutil
 import subprocess
@@ -14,7 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import read
+
 ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "traces/h200"
 RUNS = """
 03_kernels_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
 03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
@@ -36,33 +41,337 @@ def record(folder):
         done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=folder, text=True,
                               capture_output=True)
         if done.returncode:
-            sys.exit(f"record.py: {command} failed; nothing was replaced:\n{done.stderr}")
+            sys.exit(f"record.py: {command} failed, nothing was replaced:\n{done.stderr}")
         with open(folder / "traces" / script[:-3] / "output.txt", "a", encoding="utf-8") as output:
             output.write(f"$ python {command}\n{done.stdout}\n")
 
 
 def short_name(gpu):
-    """NVIDIA H200 -> h200, NVIDIA A100-SXM4-80GB -> a100."""
-    words = re.sub(r"NVIDIA|AMD|Instinct|GeForce|Tesla|RTX|Radeon", " ", gpu).split()
+    """NVIDIA H200 -> h200, NVIDIA A100-SXM4-80GB -> a100, AMD Instinct MI300X -> mi300x."""
+    words = re.sub(r"\b(NVIDIA|AMD|Instinct|GeForce|Tesla|RTX|Radeon)\b", "", gpu).split()
     return words[0].split("-")[0].lower()
+
+
+# ---- The posts' claims: on an A100, and in these traces ----------------------------------------
+# Each function takes look, which gives read.py's facts of a trace by its name. It returns whether
+# the claim holds here and what the traces show.
+
+MLP = "03_simple_mlp/64_128_768_3072_"
+HAND = "03_kernels_mlp/64_128_768_3072_"
+DYNAMO = ["TorchDynamo Cache Lookup", "Torch-Compiled Region: 0/0",
+          "AOTDispatcher Runtime Wrapper Prologue"]
+
+
+def us(ns):
+    return f"{ns / 1e3:,.1f} µs"
+
+
+def kernels(facts):
+    return [row["name"] for row in facts["kernels"]]
+
+
+def medians(rows):
+    return ", ".join(f"{row['median_ns'] / 1e3:.1f}" for row in rows) + " µs"
+
+
+def idle_at_64(look):
+    facts = look("01_matmul_add/64_bf16_cold_eager")
+    steps, busy = (sum(step[key] for step in facts["steps"]) for key in ("recorded", "kernels"))
+    return facts["verdict"]["bound"] == "overhead" and busy < 0.1 * steps, (
+        f"three steps of {us(steps)} with {us(busy)} of kernels: idle {1 - busy / steps:.0%}")
+
+
+def busy_at_4096(look):
+    facts = look("01_matmul_add/4096_bf16_warm_eager")
+    gemm, add = facts["kernels"]
+    return facts["verdict"]["bound"] == "compute" and gemm["median_ns"] > add["median_ns"], (
+        f"a step of {us(facts['unprofiled_ns'])} without the profiler, kernels {us(facts['kernels_ns'])}, "
+        f"of which the GEMM {us(gemm['median_ns'])}")
+
+
+def first_step_is_wide(look):
+    steps = look("01_matmul_add/64_bf16_cold_eager")["steps"]
+    first, second, third = (step["recorded"] for step in steps)
+    return first > 2 * max(second, third), f"#2 {us(first)}, #3 {us(second)}, #4 {us(third)}"
+
+
+def only_when_cold(look):
+    first, second, third = (step["recorded"] for step in look("01_matmul_add/64_bf16_warm_eager")["steps"])
+    return first < 1.5 * max(second, third), (
+        f"warm, too: #2 {us(first)}, #3 {us(second)}, #4 {us(third)}, so it is no sign of a cold start")
+
+
+def wait_before_matmul(look):
+    events = look("01_matmul_add/64_bf16_cold_eager")["events"]
+    waits = [e["ts"] - e["parent"]["ts"] for e in events if e["name"] == "aten::matmul"]
+    return waits[0] > 3 * max(waits[1:]), ", ".join(f"#{i} {us(w)}" for i, w in enumerate(waits, 2))
+
+
+def dispatch_chain(look):
+    facts = look("01_matmul_add/64_bf16_warm_eager")
+    chains = [" > ".join([e["name"] for e in read.ancestors(event)][::-1]) for event in facts["events"]
+              if event["cat"] in read.LAUNCH and event["parent"]]
+    shown = ["ProfilerStep#4 > matmul_add > aten::matmul > aten::mm > cuLaunchKernelEx",
+             "ProfilerStep#4 > matmul_add > aten::add > cudaLaunchKernel"]
+    return all(any(re.fullmatch(f"{chain.rsplit(' ', 1)[0]} \\w+", c) for c in chains) for chain in shown), (
+        "; ".join(chain.split(" > ", 1)[1] for chain in chains[-2:]))
+
+
+def occupancy_query(look):
+    events = look("01_matmul_add/64_bf16_warm_eager")["events"]
+    queries = [e["name"] for e in events if "Occupancy" in e["name"]]
+    launch = look("01_matmul_add/64_bf16_warm_eager")["kernels"][0]["launch"]
+    return bool(queries), f"{len(queries)} queries; the GEMM is launched by {launch}"
+
+
+def compiled_to_addmm(look):
+    facts = look("01_matmul_add/4096_bf16_warm_compile")
+    copies = [row for row in facts["memory"] if row["kind"] == "gpu_memcpy"]
+    one = [row["op"] for row in facts["kernels"]] == ["aten::addmm"] and len(copies) == 1
+    return one, (f"one {copies[0]['name']}, {us(copies[0]['median_ns'])}, then one GEMM, "
+                 f"{us(facts['kernels'][0]['median_ns'])}")
+
+
+def same_gemm_in_addmm(look):
+    eager, addmm = (kernels(look(f"01_matmul_add/4096_bf16_warm_{v}"))[0] for v in ("eager", "compile"))
+    return eager == addmm, f"another kernel: {eager} became {addmm}"
+
+
+def dynamo_rows(look):
+    operators = look("01_matmul_add/64_bf16_warm_compile")["operators"]
+    found = [row for row in operators if row in DYNAMO or row.startswith("## Call CompiledFxGraph")]
+    return len(found) == 4, ", ".join(row.split(" f")[0].strip("# ") for row in found)
+
+
+def cpu_pays(look):
+    eager, compiled = (look(f"01_matmul_add/64_bf16_warm_{v}") for v in ("eager", "compile"))
+    ratio = compiled["unprofiled_ns"] / eager["unprofiled_ns"]
+    return ratio > 1.2, (
+        f"{us(eager['recorded_ns'])} to {us(compiled['recorded_ns'])} with the profiler, "
+        f"{us(eager['unprofiled_ns'])} to {us(compiled['unprofiled_ns'])} without ({ratio:.1f} times)")
+
+
+def transpose_is_free(look):
+    facts = look("02_linear/1024_32_64_eager")
+    launches = [e for e in facts["events"] if e["cat"] in read.LAUNCH
+                and any(a["name"] == "aten::t" for a in read.ancestors(e))]
+    return "aten::t" in facts["operators"] and not launches, f"{len(launches)} launches in aten::t"
+
+
+def bias_in_epilogue(look):
+    facts = look("02_linear/1024_32_64_eager")
+    [name] = kernels(facts)
+    return "aten::add" not in facts["operators"] and "bias" in name, (
+        f"one kernel, its name says bias: {name}, {medians(facts['kernels'])}")
+
+
+def linear_compiles_to_itself(look):
+    eager, compiled = (look(f"02_linear/1024_32_64_{v}") for v in ("eager", "compile"))
+    same = kernels(eager) == kernels(compiled) and "aten::t" not in compiled["operators"]
+    return same and DYNAMO[0] in compiled["operators"], "the same kernel and grid, no aten::t"
+
+
+def layout_in_name(look):
+    linear, matmul = (kernels(look(name))[0] for name in (
+        "02_linear/1024_32_64_eager", "01_matmul_add/64_bf16_warm_eager"))
+    return linear.endswith("_TNT") and matmul.endswith("_NNT"), (
+        f"nvjet spells it TNT where the weight is transposed ({linear}), NNT where not ({matmul})")
+
+
+def five_kernels(look):
+    facts = look(MLP + "eager")
+    five = ["aten::mm", "aten::mm", "aten::gelu", "aten::mul", "aten::mm"]
+    return [row["op"] for row in facts["kernels"]] == five, (
+        f"{len(facts['kernels'])} kernels, {medians(facts['kernels'])}, and "
+        f"{len(facts['memory'])} memsets, which are no kernels")
+
+
+def two_gemm_kernels(look):
+    gate, up, _, _, down = look(MLP + "eager")["kernels"]
+    return gate["name"] == up["name"] != down["name"], (
+        f"{gate['flop'] / 1e9:.1f} GFLOP each, {medians([gate, up, down])}; "
+        f"{gate['name']} twice, {down['name']}")
+
+
+def views_launch_nothing(look):
+    facts = look(MLP + "eager")
+    views = {f"aten::{name}" for name in ("t", "transpose", "reshape", "view", "as_strided", "_unsafe_view")}
+    ran = [e for e in facts["events"] if e["name"] in views]
+    launches = [e for e in facts["events"] if e["cat"] in read.LAUNCH and e["parent"] in ran]
+    return {e["name"] for e in ran} == views and not launches, (
+        f"{len(launches)} launches in the {len(ran)} views of three steps")
+
+
+def fused_by_inductor(look):
+    eager, compiled = look(MLP + "eager"), look(MLP + "compile")
+    gemms = [name for name in kernels(eager) if "nvjet" in name or "gemm" in name]
+    [fused] = [row for row in compiled["kernels"] if row["name"].startswith("triton_poi_fused")]
+    same = gemms == [name for name in kernels(compiled) if name != fused["name"]]
+    return same and "aten::linear" not in compiled["operators"], (
+        f"the same three GEMMs; {fused['name']} takes {us(fused['median_ns'])} for the "
+        f"{us(sum(row['median_ns'] for row in eager['kernels'][2:4]))} of gelu and mul")
+
+
+def traffic_saved(look):
+    change = read.compare(look(MLP + "eager"), look(MLP + "compile"))
+    saved = change["bytes_gone"] - change["bytes_new"]
+    return saved == 2 * 8192 * 3072 * 2, (
+        f"gelu(g) is {saved / 2e6:.1f} MB; a step moves {saved / 1e6:.1f} MB less")
+
+
+def liger_by_hand(look):
+    facts = look(HAND + "liger")
+    [row] = [row for row in facts["kernels"] if row["name"] == "_geglu_tanh_forward_kernel"]
+    return row["op"] == "LigerGELUMulFunction" and not any("Dynamo" in op for op in facts["operators"]), (
+        f"one {row['name']}, {us(row['median_ns'])}; no Dynamo rows")
+
+
+def liger_beside_inductor(look):
+    liger, inductor = (look(HAND + variant)["kernels"][2]["median_ns"] for variant in ("liger", "compile"))
+    return 1 < liger / inductor < 1.3, (
+        f"{us(liger)} and {us(inductor)}, {liger / inductor:.2f} times; "
+        "Inductor picks its launch anew in each process")
+
+
+CLAIMS = [
+    ("01 at 64 is overhead-bound, the GPU idles", "2.314 ms, kernels 23.1 µs, ~98% idle", idle_at_64),
+    ("01 at 4096 is compute-bound, the GEMM on top", "4.908 ms, kernels 4.495 ms", busy_at_4096),
+    ("the first recorded step is the widest", "#2", first_step_is_wide),
+    ("... since it is cold: a warm run has none", "cold run only", only_when_cold),
+    ("a wait before aten::matmul in step #2", "228 µs, then 5.5, 4.5", wait_before_matmul),
+    ("matmul > mm > launch, add > launch", "yes", dispatch_chain),
+    ("aten::mm asks for the occupancy before it launches", "yes", occupancy_query),
+    ("compiled, 01 is a copy of the bias and one addmm", "copy ~33 µs", compiled_to_addmm),
+    ("... and that GEMM is the kernel of eager", "yes", same_gemm_in_addmm),
+    ("compile adds four rows on the CPU", "yes", dynamo_rows),
+    ("... and takes more of the CPU's time per step", "0.07 to 0.1 ms", cpu_pays),
+    ("nn.Linear: aten::t launches nothing", "0 µs", transpose_is_free),
+    ("nn.Linear adds the bias in the GEMM's epilogue", "yes, one kernel", bias_in_epilogue),
+    ("compiled, nn.Linear is the same kernel", "byte for byte", linear_compiles_to_itself),
+    ("the kernel's name tells the operands' layout", "tn", layout_in_name),
+    ("the MLP is exactly five kernels", "5", five_kernels),
+    ("gate and up run one kernel, down another", "0.19, 0.19, 0.17 ms", two_gemm_kernels),
+    ("views launch nothing", "0 µs", views_launch_nothing),
+    ("compile keeps the GEMMs and fuses gelu and mul", "89.4 µs", fused_by_inductor),
+    ("... which saves a trip to memory and back", "50 MB tensor", traffic_saved),
+    ("Liger: one kernel by hand, no Dynamo", "92.8 µs", liger_by_hand),
+    ("... a little slower than Inductor's", "1.04 times", liger_beside_inductor),
+]
+
+
+def looker(folder):
+    """A function that gives read.py's facts of a trace below folder, with its CPU's events."""
+    @functools.cache
+    def look(name):
+        path = str(folder / f"{name}.json")
+        return read.read(path) | {"events": read.load(path)["cpu"]}
+    return look
+
+
+# ---- The documents -----------------------------------------------------------------------------
 
 
 def output():
     """What 03_kernels_mlp printed: the command, the first variant, and the table."""
-    printed = (ROOT / "traces/h200/03_kernels_mlp/output.txt").read_text("utf-8").split("\n\n")
+    printed = (REFERENCE / "03_kernels_mlp/output.txt").read_text("utf-8").split("\n\n")
     return "```text\n" + "\n\n".join([*printed[:2], printed[-3]]) + "\n```"
 
 
-DOCS = {"README.md": {"output": output}}
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def claims():
+    """Each claim of the posts: on the A100, and on the H200 with what its traces show."""
+    found = [(claim, a100, *check(looker(REFERENCE))) for claim, a100, check in CLAIMS]
+    return table(["claim", "A100, the posts", "H200", "what the H200's traces show"],
+                 [(claim, a100, "yes" if holds else "**no**", shown) for claim, a100, holds, shown in found])
+
+
+def sizes():
+    """01, eager and warm, by size: where launches cease to bound the step."""
+    names = [path.stem for path in REFERENCE.glob("01_matmul_add/*_bf16_warm_eager.json")]
+    rows = []
+    for name in sorted(names, key=lambda name: int(name.split("_")[0])):
+        facts = looker(REFERENCE)(f"01_matmul_add/{name}")
+        step, busy = facts["unprofiled_ns"], facts["kernels_ns"]
+        rows.append((name.split("_")[0], us(step), us(busy), f"{step / busy:.2f}", facts["verdict"]["bound"]))
+    return table(["size", "step, no profiler", "its kernels", "step / kernels", "bound by"], rows)
+
+
+def variants():
+    """The four variants of the MLP: what a step launches, moves and takes."""
+    rows = []
+    for variant in "eager", "compile", "liger", "fused":
+        facts = looker(REFERENCE)(HAND + variant)
+        moved = sum(row["bytes"] for row in facts["kernels"])
+        rows.append((variant, len(facts["kernels"]), len(facts["memory"]), f"{moved / 1e6:.0f} MB",
+                     us(facts["kernels_ns"]), us(facts["unprofiled_ns"]), f"{facts['lesson']['error']:.1e}"))
+    return table(["variant", "kernels", "memsets", "kernels read and write", "kernels take",
+                  "step, no profiler", "error against float64"], rows)
+
+
+def bench():
+    """The fused kernel beside the others, from the committed benchmark."""
+    found = json.loads((REFERENCE / "bench_fused.json").read_text("utf-8"))
+    part, step, best = found["part"], found["step"], found["best_compile_us"]
+    rows = [(name, f"{part[name]['us']:.1f} µs", f"{step[name]['us']:.1f} µs" if name in step else "",
+             f"{step[name]['launch_us']:.0f} µs" if name in step else "")
+            for name in ("eager", "liger", "compile", "fused", "cublas")]
+    others = [max(run[key]["compile"]["us"] for run in found["compile_processes"]) for key in ("part", "step")]
+    rows[3:3] = [(f"compile, {what} of {len(found['compile_processes'])} fresh processes",
+                  f"{part_us:.1f} µs", f"{step_us:.1f} µs", "")
+                 for what, part_us, step_us in (("best", *map(best.get, ("part", "step"))), ("worst", *others))]
+    return table(["variant", "gate + up + GeGLU", "whole step", "CPU, to launch a step"], rows)
+
+
+def by_size():
+    """Fused over eager, a whole step, for rows = batch * seq and hidden."""
+    found = json.loads((REFERENCE / "bench_fused.json").read_text("utf-8"))["steps_by_size"]
+    sizes = [tuple(map(int, name.split("x"))) for name in found]
+    ratio = {size: f"{row['fused/eager']:.2f}" for size, row in zip(sizes, found.values())}
+    columns = sorted({(dim, hidden) for _, dim, hidden in sizes})
+    return table(["rows"] + [f"dim {dim}, hidden {hidden}" for dim, hidden in columns],
+                 [[rows] + [ratio.get((rows, *column), "") for column in columns]
+                  for rows in sorted({rows for rows, *_ in sizes})])
+
+
+def answers():
+    """The answers to the README's exercises."""
+    look = looker(REFERENCE)
+    eager, fused = look(MLP + "eager"), look(MLP + "compile")["kernels"][2]
+    pointwise = sum(row["median_ns"] for row in eager["kernels"][2:4])
+    gemm, add = look("01_matmul_add/64_bf16_warm_eager")["kernels"]
+    return "\n".join([
+        f"1. gelu and mul. Together they take {us(pointwise)}, {pointwise / eager['kernels_ns']:.0%} of what "
+        "the kernels take, for little arithmetic: they only move memory.",
+        f"2. `{fused['name']}`, {us(fused['median_ns'])}, grid {fused['grid']}, block {fused['block']}; "
+        f"the arrow comes from `{fused['launch']}`, in the row of the same name.",
+        f"3. {us(gemm['median_ns'])} and {us(add['median_ns'])}, and between them the GPU waits "
+        f"{us(add['gap_ns'])}: the CPU is still on its way to the second launch."])
+
+
+def catalogue():
+    """One row for each reference trace."""
+    rows = []
+    for path in sorted(REFERENCE.glob("0*/*.json")):
+        name = path.relative_to(REFERENCE).with_suffix("")
+        facts = looker(REFERENCE)(str(name))
+        rows.append((f"[{name}](h200/{name}.json)", len(facts["kernels"]), len(facts["memory"]),
+                     us(facts["kernels_ns"]), us(facts["unprofiled_ns"]), facts["verdict"]["bound"]))
+    return table(["trace", "kernels", "memory operations", "its kernels", "step", "bound by"], rows)
+
+
+DOCS = {"README.md": [output, answers, sizes, variants, bench, by_size, claims], "traces/README.md": [catalogue]}
 
 
 def docs(path):
     """The document at path, each part between <!-- NAME --> and <!-- end --> written anew."""
     text = (ROOT / path).read_text("utf-8")
-    for name, part in DOCS[path].items():
-        start, end = f"<!-- {name} -->\n", "<!-- end -->"
-        head, rest = text.split(start)
-        text = f"{head}{start}{part()}\n{end}{rest.split(end, 1)[1]}"
+    for part in DOCS[path]:
+        head, rest = text.split(f"<!-- {part.__name__} -->\n")
+        text = f"{head}<!-- {part.__name__} -->\n{part()}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
     return text
 
 
@@ -79,9 +388,12 @@ def main():
     gpu = short_name(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         record(Path(folder))
-        target = ROOT / "traces" / gpu
-        shutil.copytree(Path(folder, "traces"), target, dirs_exist_ok=True)
-    print(f"recorded {target.relative_to(ROOT)}")
+        shutil.copytree(Path(folder, "traces"), ROOT / "traces" / gpu, dirs_exist_ok=True)
+    print(f"\nRecorded traces/{gpu}. Claims of the posts that do not hold here:")
+    for claim, a100, check in CLAIMS:
+        holds, shown = check(looker(ROOT / "traces" / gpu))
+        if not holds:
+            print(f"  {claim} ({a100} on the A100): {shown}")
 
 
 if __name__ == "__main__":
