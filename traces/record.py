@@ -326,6 +326,30 @@ def bench():
     return table(["variant", "gate + up + GeGLU", "whole step", "CPU, to launch a step"], rows)
 
 
+def savings():
+    """What the fused kernel saves, and how far it is from what the GPU could do."""
+    eager, fused = looker(REFERENCE)(HAND + "eager"), looker(REFERENCE)(HAND + "fused")
+    bytes_of = lambda facts: sum(row["bytes"] for row in facts["kernels"])
+    ours = fused["kernels"][0]
+    found = json.loads((REFERENCE / "bench_fused.json").read_text("utf-8"))
+    part = {name: row["us"] for name, row in found["part"].items()}
+    rate = {name: ours["flop"] / part[name] / 1e6 for name in ("fused", "cublas")}
+    first = {name: sorted(run["first_call_s"][name] for run in found["compile_processes"])
+             for name in ("fused", "liger", "compile")}
+    return (
+        f"A step launches {len(eager['kernels']) - len(fused['kernels'])} kernels and "
+        f"{len(eager['memory'])} memsets fewer than eager and moves {bytes_of(eager) / 1e6:.0f} MB - "
+        f"{bytes_of(fused) / 1e6:.0f} MB = {(bytes_of(eager) - bytes_of(fused)) / 1e6:.0f} MB less. "
+        f"What remains is arithmetic: {ours['flop'] / 1e9:.1f} GFLOP take at least "
+        f"{ours['flop'] / fused['peaks'][0] / 1e6:.0f} µs at the H200's dense peak of "
+        f"{fused['peaks'][0]:.0f} TFLOP/s. The fused kernel takes {part['fused']:.0f} µs "
+        f"({rate['fused']:.0f} TFLOP/s), cuBLAS {part['cublas']:.0f} µs ({rate['cublas']:.0f} TFLOP/s) "
+        f"for the GEMM alone. The first call of a process costs {first['fused'][2]:.1f} s for fused, "
+        f"{first['liger'][2]:.1f} s for Liger and {first['compile'][2]:.1f} s for compile "
+        f"(medians of {len(first['fused'])} processes); fused then compiles nothing for a new batch or "
+        "sequence length.")
+
+
 def by_size():
     """Fused over eager, a whole step, for rows = batch * seq and hidden."""
     found = json.loads((REFERENCE / "bench_fused.json").read_text("utf-8"))["steps_by_size"]
@@ -363,7 +387,7 @@ def catalogue():
     return table(["trace", "kernels", "memory operations", "its kernels", "step", "bound by"], rows)
 
 
-DOCS = {"README.md": [output, answers, sizes, variants, bench, by_size, claims], "traces/README.md": [catalogue]}
+DOCS = {"README.md": [output, answers, sizes, variants, savings, bench, by_size, claims], "traces/README.md": [catalogue]}
 
 
 def docs(path):
