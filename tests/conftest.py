@@ -12,3 +12,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="PyTorch finds no GPU"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    opened = getattr(config, "opened_in_perfetto", 0)
+    if opened:
+        terminalreporter.write_line(f"Perfetto opened {opened} traces and showed all of each.")

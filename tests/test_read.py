@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def check_against_raw_events(path):
     busy, rows = [], found["kernels"] + found["memory"]
     for i, step in enumerate(steps):
         inside = [e for e in events if e["cat"] in ("kernel", "gpu_memset", "gpu_memcpy")
+                  and e["args"]["correlation"] in calls   # else it was launched before the recording
                   and 0 <= calls[e["args"]["correlation"]] - step["ts"] < step["dur"]]
         mine = sorted((e["name"], 1000 * e["dur"], str(ops.get(e["args"].get("External id"))))
                       for e in inside)
@@ -197,7 +199,9 @@ def test_times_operators_and_rates_are_those_of_the_events(tmp_path, suffix):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: str(path.relative_to(ROOT / "traces")))
 def test_committed_traces_agree_with_their_events(path):
     found = check_against_raw_events(path)
-    assert found["faults"] == [] and found["verdict"]["why"]
+    # A kernel that began before the recording may still run in it.
+    assert all("launched in no step" in fault for fault in found["faults"])
+    assert found["verdict"]["why"]
     assert found["lesson"]["script"] in read(path)
 
 
@@ -412,7 +416,8 @@ def test_odd_events_are_counted_and_the_others_read(tmp_path):
                         ("with a negative duration, left out", 1),
                         ("with a timestamp that is not a number, left out", 2),
                         ("without a name, category, process or thread, left out", 1),
-                        ("that overlap on a track, kept (Perfetto leaves them out)", 1)):
+                        ("that overlap on a track, kept (Perfetto drops them: --perfetto OUT "
+                         "moves them)", 1)):
         assert f"Note: events {what}: {count}\n" in text
     text = path.read_text().replace('"ProfilerStep#0"', '"a\\u0001\\u001b[31m\\u001b[0m\\ud800"')
     path.write_text(text)
@@ -450,6 +455,76 @@ def test_arguments_and_a_closed_pipe(tmp_path):
     shell = f"{sys.executable} {READ} {path} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+
+
+def digits(path):
+    """The events of a file, numbers as they are written there, without their threads."""
+    events = json.loads(path.read_text(), parse_float=str)["traceEvents"]
+    return sorted(repr({k: v for k, v in e.items() if k != "tid"}) for e in events)
+
+
+def test_a_copy_for_perfetto_has_every_event_and_no_overlap(tmp_path):
+    """Slices at random on three streams, each with the arrow that ends at its start."""
+    chance, record, start = random.Random(0), Recorder(), 1_790_857_026_000_000_123
+    record.launch("k", 5_000, "aten::add")
+    for i in range(300):
+        kernel = event("kernel", f"k{i}", start + chance.randrange(1_000_000),
+                       chance.randrange(1, 9_999), chance.choice((7, 8, "late")), 0,
+                       correlation=i, share=0.1 + i)
+        arrow = {"ph": "f", "bp": "e", "id": i, "cat": "ac2g", "name": "ac2g"}
+        record.events += [kernel, arrow | {k: kernel[k] for k in ("pid", "tid", "ts")}]
+    record.events += [{"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": start,
+                       "args": {"name": "stream 7 "}}]
+    path, copy = record.write(tmp_path / "t.json", note="1.50"), tmp_path / "copy.json"
+    text = read(path, "--perfetto", copy)
+    events = [json.loads(file.read_text(), parse_float=Fraction) for file in (path, copy)]
+    assert [{k: v for k, v in trace.items() if k != "traceEvents"} for trace in events][0] == {
+        k: v for k, v in events[1].items() if k != "traceEvents"}
+    old, new = (trace["traceEvents"] for trace in events)
+    named = [e for e in new if e["ph"] == "M" and e["tid"] not in (7, 8, "late")]
+    assert sorted(set(digits(copy)) - set(digits(path))) == sorted({repr(
+        {k: v for k, v in e.items() if k != "tid"}) for e in named})
+    assert set(digits(path)) <= set(digits(copy)) and len(new) == len(old) + len(named)
+    assert new[:len(named) + 1] == [e for e in new if e["ph"] == "M"]
+    slices = [e for e in new if e["ph"] == "X"]
+    for a in slices:
+        for b in slices:
+            if (a["pid"], a["tid"]) == (b["pid"], b["tid"]):
+                end = a["ts"] + a["dur"]
+                assert not a["ts"] < b["ts"] < end < b["ts"] + b["dur"]
+    threads = {e["args"]["correlation"]: e["tid"] for e in slices if e["cat"] == "kernel"}
+    assert all(e["tid"] == threads[e["id"]] for e in new if e["ph"] == "f")
+    before = {e["name"]: e["tid"] for e in old if e["ph"] == "X"}
+    moved = [e for e in slices if e["tid"] != before[e["name"]]]
+    assert f"{copy}: no time changed; events moved: {len(moved)}\n" in text
+    assert {e["tid"] for e in moved} == {e["tid"] for e in named}
+    assert 9 <= min(e["tid"] for e in moved if before[e["name"]] == 7)
+    lane = next(e["tid"] for e in named if e["args"]["name"] == "stream 7, lane 2")
+    assert f"  to stream 7, lane 2: {sum(e['tid'] == lane for e in moved)} kernel\n" in text
+
+
+def test_a_copy_for_perfetto_is_a_copy(tmp_path):
+    path, copy = mlp(tmp_path / "t.json", EAGER), tmp_path / "copy.json"
+    before = path.read_bytes()
+    assert "events moved: 0\n" in read(path, "--perfetto", copy)
+    assert digits(copy) == digits(path)
+    for out, words in ((path, "File exists"), (tmp_path / "no/t.json", "No such file")):
+        line = read(path, "--perfetto", out, code=1)
+        assert line.startswith(f"read.py: {out}: {words}") and line.count("\n") == 1
+    assert path.read_bytes() == before
+    assert "usage:" in read(path, path, "--perfetto", tmp_path / "b.json", code=2)
+
+
+def test_open_says_what_perfetto_drops(tmp_path):
+    record = Recorder()
+    record.annotate("ProfilerStep#0", lambda: record.launch("k", 5_000, "aten::add"))
+    record.events.append(event("kernel", "k", record.events[-2]["ts"] + 1_000, 5_000, 7, 0))
+    process, line = serving(record.write(tmp_path / "t.json"))
+    try:
+        assert line.startswith("Note: events that overlap") and "--perfetto OUT" in line
+        assert process.stdout.readline().startswith("Open ")
+    finally:
+        process.kill()
 
 
 def serving(path, **env):

@@ -6,6 +6,7 @@
     python read.py FILE --chain     the last step's dispatch chain: operators, launches, kernels
     python read.py FILE --json      the same facts for a program; also with A B
     python read.py FILE --open      look at it in Perfetto; nothing is uploaded
+    python read.py FILE --perfetto OUT    write a copy of which Perfetto shows every event
 
 It reads what torch.profiler's export_chrome_trace writes, .json or .json.gz, recorded on any GPU or
 on none, and needs nothing but Python. A trace counts time in µs with three decimals; here a time is
@@ -13,8 +14,10 @@ a whole number of ns until it is printed, so that no digit is lost.
 """
 import argparse
 import gc
+import itertools
 import json
 import os
+import re
 import sys
 import textwrap
 import zlib
@@ -27,6 +30,7 @@ from statistics import median
 OVERHEAD = 1.5  # a step that takes more than this times its kernels' time is bound by launches
 REACH = 0.25  # a kernel below this share of both roofs is bound by neither, as a tiny one is
 
+OVERLAP = "events that overlap on a track, kept (Perfetto drops them: --perfetto OUT moves them)"
 MEMORY = ("gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime")
 CPU = ("cpu_op", "user_annotation", *LAUNCH)
@@ -72,8 +76,9 @@ class BadTrace(ValueError):
     """A file that cannot be read as a trace; the message is one line that says why."""
 
 
-def parsed(path):
-    """The JSON of a trace: a dict with a list of "traceEvents". Raises BadTrace."""
+def parsed(path, number=str):
+    """The JSON of a trace: a dict with a list of "traceEvents". Raises BadTrace. Floats stay the
+    digits in the file, given to number: a double has too few for ns since 1970."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -85,8 +90,7 @@ def parsed(path):
     text = data.decode("utf-8-sig", "replace")
     del data
     try:
-        # Floats stay the digits in the file: a double has too few for ns since 1970.
-        data = json.loads(text, parse_float=str)
+        data = json.loads(text, parse_float=number)
     except (ValueError, RecursionError) as error:
         cut = text[:1] in ("{", "[") and text.rstrip()[-1:] not in ("}", "]")
         what = "cut short" if cut else "not JSON" if text.strip() else "empty"
@@ -123,26 +127,31 @@ def fault(e):
         return f"events with a {odd}"
 
 
-def nest(track):
-    """Sorts a track's events and gives those of the CPU the "parent" that they ran in. Returns how
-    many start inside another and end after it: Perfetto leaves those out."""
+def fits(ends, start, end):
+    """Whether an event lies within those that are still open on its track, as Perfetto has it: one
+    that ends after the event in which it starts is not shown. ends: of the open ones, kept up."""
+    while ends and ends[-1] <= start:
+        ends.pop()
+    inside = not ends or end <= ends[-1]
+    if inside:
+        ends.append(end)
+    return inside
+
+
+def nest(track, faults):
+    """Sorts a track's events, gives those of the CPU the "parent" that they ran in, and counts in
+    faults those that Perfetto does not show."""
     track.sort(key=lambda e: (e["ts"], -e["dur"]))
-    ends, parents, overlapping = [], [], 0
+    ends, parents = [], []
     for e in track:
         start = e["ts"]
-        end = start + e["dur"]
-        while ends and ends[-1] <= start:
-            ends.pop()
-        if ends and end > ends[-1]:
-            overlapping += 1
-        else:
-            ends.append(end)
+        if not fits(ends, start, start + e["dur"]):
+            faults[OVERLAP] += 1
         if e["cat"] in CPU:
             while parents and parents[-1]["ts"] + parents[-1]["dur"] <= start:
                 parents.pop()
             e["parent"] = parents[-1] if parents else None
             parents.append(e)
-    return overlapping
 
 
 def load(path):
@@ -166,9 +175,8 @@ def load(path):
                     faults[wrong] += 1
                 if not wrong or wrong.endswith("kept"):
                     tracks[e["pid"], e["tid"]].append(e)
-        overlapping = sum(map(nest, tracks.values()))
-        if overlapping:
-            faults["events that overlap on a track, kept (Perfetto leaves them out)"] = overlapping
+        for track in tracks.values():
+            nest(track, faults)
         cpu = [e for track in tracks.values() for e in track if e["cat"] in CPU]
         gpu = [e for track in tracks.values() for e in track if e["cat"] in ("kernel", *MEMORY)]
         if not cpu and not gpu:
@@ -696,6 +704,53 @@ def print_comparison(a, b):
         say(f"Operators {words} on the CPU: {names or 'none'}")
 
 
+def untangle(path, out):
+    """Writes a copy of a trace of which Perfetto shows every event, and prints what it moved: what
+    overlaps on its track goes to the first lane in which it fits, a thread of its own beside it,
+    with the arrows that are tied to its start. Nothing is trimmed, no time changes."""
+    trace = parsed(path, "\0".__add__)  # a mark: these are digits, to be written as they were read
+    events = [e for e in trace["traceEvents"] if type(e) is dict]
+
+    def time(e, key):
+        return ns(e[key].strip("\0") if type(e.get(key)) is str else e.get(key)) or 0
+
+    # The names of tracks first; then by time, an event before those in it, arrows after all.
+    events.sort(key=lambda e: (e.get("ph") != "M", time(e, "ts"), e.get("ph") != "X",
+                               -time(e, "dur")))
+    used, names, tracks, place = {str(e.get("tid")) for e in events}, {}, {}, {}
+    moved = defaultdict(Counter)
+    for e in events:
+        pid, tid, start, length = e.get("pid"), e.get("tid"), time(e, "ts"), time(e, "dur")
+        track = str((pid, tid))
+        if e.get("name") == "thread_name" and type(e.get("args")) is dict:
+            names[track] = str(e["args"].get("name")).strip()
+        elif e.get("ph") == "X" and length >= 0 and {type(pid), type(tid)} <= {int, str}:
+            lanes = tracks.setdefault(track, {tid: []})
+            # Perfetto sorts tracks by the numbers of their threads, so take the next free one.
+            numbers = itertools.count(tid + 1 if type(tid) is int else 1)
+            new = (n for n in numbers if str(n) not in used)
+            lane = next(n for n in itertools.chain(lanes, new)
+                        if fits(lanes.setdefault(n, []), start, start + length))
+            e["tid"] = place[track, start] = lane
+            used.add(str(lane))
+            if lane != tid:
+                name = f"{names.get(track, tid)}, lane {list(lanes).index(lane) + 1}"
+                moved[pid, lane, name][str(e.get("cat"))] += 1
+        elif e.get("ph") in ("s", "t", "f"):
+            e["tid"] = place.get((track, start), tid)
+    trace["traceEvents"] = [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": name}}
+        for pid, lane, name in moved] + events
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            file.write(re.sub(r'"\\u0000([^"]*)"', r"\1", json.dumps(trace)))
+    except OSError as error:
+        raise BadTrace(f"{out}: {error.strerror}") from None
+    print(f"{short(out)}: no time changed; events moved: {sum(map(Counter.total, moved.values()))}")
+    for (_, _, name), kinds in moved.items():
+        print(f"  to {short(name)}:", short(", ".join(f"{n} {cat}" for cat, n in kinds.items())))
+
+
 def serve(path):
     """Gives a file to Perfetto's page, and to nobody else, until it is loaded."""
     import http.server
@@ -751,12 +806,17 @@ def main(argv=None):
     how.add_argument("--chain", action="store_true", help="the last step's dispatch chain, a tree")
     how.add_argument("--json", action="store_true", help="the same facts for a program, in ns")
     how.add_argument("--open", action="store_true", help="open it in Perfetto, without uploading")
+    how.add_argument("--perfetto", metavar="OUT",
+                     help="write a copy of which Perfetto shows every event")
     args = parser.parse_args(argv)
-    if args.other and (args.chain or args.open):
-        parser.error("--chain and --open take one file")
+    if args.other and (args.chain or args.open or args.perfetto):
+        parser.error("--chain, --open and --perfetto take one file")
     try:
-        if args.open:
-            load(args.file)
+        if args.perfetto:
+            untangle(args.file, args.perfetto)
+        elif args.open:
+            if OVERLAP in load(args.file)["faults"]:
+                print(f"Note: {OVERLAP}")
             serve(args.file)
         elif args.chain:
             print_chain(load(args.file))
