@@ -32,8 +32,8 @@ import torch
 import torch.nn as nn
 from torch.profiler import ProfilerActivity, record_function
 
-# Your guess, to edit: the operators that reach the device in one step, in order. A * stands for
-# any text, since the compiler makes up the names of the kernels that it writes.
+# Your guess: the operators that reach the device in one step, in order. These lists are right, so
+# write your own before you look. A * stands for any text, as the compiler makes up its names.
 GUESS = {
     "eager": ["aten::addmm"],
     "compile": ["aten::addmm"],
@@ -59,7 +59,7 @@ def build(variant, args):
 def main():
     parser = argparse.ArgumentParser(description="Profile one nn.Linear, eager and compiled.")
     for size, default in {"batch": 1024, "in_dim": 32, "out_dim": 64}.items():
-        parser.add_argument(f"--{size}", type=positive, default=default)
+        parser.add_argument(f"--{size}", type=positive, default=default, help=f"default: {default}")
     parser.set_defaults(warmup=True)
     args = parse(parser)
     return run("02_linear", f"{args.batch}_{args.in_dim}_{args.out_dim}", args)
@@ -286,10 +286,11 @@ def run(script, tag, args):
         print("\nOne step: medians, step µs without the profiler, error against float64")
         for row in [HEAD, *rows]:
             print("{:8}{:>8}{:>8}{:>12}{:>10}{:>10}{:>10}{:>9}{:>13}{:>9}".format(*(
-                f"{cell:,.1f}" if isinstance(cell, np.floating) else cell for cell in row)))
+                f"{cell:,.{int(cell < 1e4)}f}" if isinstance(cell, np.floating) else cell
+                for cell in row)))
         if not gpu:
-            print("Times on a CPU are noise: threads that wake up outweigh a small GEMM. The structure "
-                  "is what\nholds: which operators ran, in which order, and what was fused.")
+            print("On a CPU the operators that compute stand for kernels. Trust which ran, in which\n"
+                  "order, and what was fused; the times vary a lot from run to run.")
         print("\nOpen a trace at https://ui.perfetto.dev; its table lies beside it (.txt):",
               *paths, sep="\n  ")
     return int(len(rows) < len(args.variants))

@@ -49,8 +49,8 @@ try:
 except ImportError:     # no Triton for this system, a Mac say: the other variants still run
     triton = None
 
-# Your guess, to edit: the operators that reach the device in one step, in order. A * stands for
-# any text, since the compiler makes up the names of the kernels that it writes.
+# Your guess: the operators that reach the device in one step, in order. These lists are right, so
+# write your own before you look. A * stands for any text, as the compiler makes up its names.
 GUESS = {
     "eager": ["aten::mm", "aten::mm", "aten::gelu", "aten::mul", "aten::mm"],
     "compile": ["aten::mm", "aten::mm", "*fused*gelu*mul*", "aten::mm"],
@@ -254,7 +254,7 @@ def unfit(variant, args):
 def main():
     parser = argparse.ArgumentParser(description="Profile a GeGLU MLP and three ways to fuse it.")
     for size, default in {"batch": 64, "seq": 128, "dim": 768, "hidden": 3072}.items():
-        parser.add_argument(f"--{size}", type=positive, default=default)
+        parser.add_argument(f"--{size}", type=positive, default=default, help=f"default: {default}")
     parser.set_defaults(warmup=True)
     args, code = parse(parser), 0
     for variant in GUESS:
@@ -487,10 +487,11 @@ def run(script, tag, args):
         print("\nOne step: medians, step µs without the profiler, error against float64")
         for row in [HEAD, *rows]:
             print("{:8}{:>8}{:>8}{:>12}{:>10}{:>10}{:>10}{:>9}{:>13}{:>9}".format(*(
-                f"{cell:,.1f}" if isinstance(cell, np.floating) else cell for cell in row)))
+                f"{cell:,.{int(cell < 1e4)}f}" if isinstance(cell, np.floating) else cell
+                for cell in row)))
         if not gpu:
-            print("Times on a CPU are noise: threads that wake up outweigh a small GEMM. The structure "
-                  "is what\nholds: which operators ran, in which order, and what was fused.")
+            print("On a CPU the operators that compute stand for kernels. Trust which ran, in which\n"
+                  "order, and what was fused; the times vary a lot from run to run.")
         print("\nOpen a trace at https://ui.perfetto.dev; its table lies beside it (.txt):",
               *paths, sep="\n  ")
     return int(len(rows) < len(args.variants))

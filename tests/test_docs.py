@@ -1,6 +1,8 @@
 """The documents and the reference traces: up to date, whole, and free of anything private."""
+import ast
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "traces"), str(ROOT / "tests")]
+import read                                 # noqa: E402
 import record                               # noqa: E402
 from test_scripts import check_private, load, spans    # noqa: E402
 
@@ -78,6 +81,29 @@ def test_a_claim_can_fail(claim, check):
         except (IndexError, KeyError, ValueError, TypeError, ZeroDivisionError):
             outcomes.append(False)
     assert False in outcomes
+
+
+def test_readme_snippet(tmp_path):
+    """What the README says to copy is enough, and prints what the README says."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    [snippet] = re.findall(r"```python\n(.*?)```", text, re.S)
+    script = (ROOT / "02_linear.py").read_text("utf-8")
+    copied = [ast.get_source_segment(script, node) for node in ast.parse(script).body
+              if isinstance(node, (ast.Import, ast.ImportFrom))
+              or getattr(node, "name", "") in ("profile", "time_step", "launched")
+              or isinstance(node, ast.Assign) and node.targets[0].id == "IDLE"]
+    quiet = script[script.index("@contextlib.contextmanager"):script.index("def profile(")]
+    (tmp_path / "mine.py").write_text("\n".join([*copied, quiet, snippet]), "utf-8")
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr == "" and re.fullmatch(
+        r"\['aten::mm', 'aten::relu'\]\n\d+ µs without the profiler\n", done.stdout)
+    assert read.read(str(tmp_path / "mine.json"))["kernels"]
+
+
+def test_compiling_a_single_linear_costs_more_than_it_saves():
+    look = record.looker(record.REFERENCE)
+    eager, compiled = (look(f"02_linear/1024_32_64_{v}")["unprofiled_ns"] for v in ("eager", "compile"))
+    assert compiled > eager
 
 
 def test_readme_commands():
