@@ -177,6 +177,7 @@ CURES = {   # what to change, by a pattern in an error's text
     r"C\+\+ compiler|find C compiler": "a C++ compiler is missing: install one (apt install g++)",
     r"out of memory|can't allocate|[Oo]verflow": "not enough memory: choose smaller sizes",
     r"ModuleNotFoundError": "{}: pip install -r requirements.txt",
+    r"File exists|s a directory|ot a directory": "{}: move away what is in the way of the traces",
     r"OSError|\[Errno": "{}: make room for the traces, or run in another folder",
 }
 
@@ -227,24 +228,22 @@ def measure(variant, path, args, lesson):
     lesson["error"] = ((y - expected).norm() / expected.norm()).item()
     lesson["step_us"] = time_step(step, args.device)
     steps, lost = launched(trace, args.device)
-    if lost or not steps or not all(steps):
-        cells = ["?"] * 4
+    seen = not lost and steps and all(steps)
+    if not seen:
         lesson["notes"].append(f"The profiler missed kernels ({lost} launches have none), so none are "
                                "counted. It needs CUPTI, which WSL2 and some drivers refuse.")
-    else:
-        names = [[e["name"] for _, events in step for e in events] for step in steps]
-        if names[0] != names[1] or names[1] != names[2]:
-            lesson["notes"].append("The steps launched different kernels; the last one is shown.")
-            steps = steps[-1:]
-        cells = compare(GUESS[variant], steps)
-    for note in lesson["notes"]:
-        print(f"  {note}")
+    elif len({str([e["name"] for _, events in step for e in events]) for step in steps}) > 1:
+        lesson["notes"].append("The steps launched different kernels; the last one is shown.")
+        steps = steps[-1:]
     trace |= {"lesson": lesson, "traceName": path.as_posix()}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:        # whole files or none
         Path(folder, "new.json").write_text(json.dumps(trace), "utf-8")
         Path(folder, "new.txt").write_text(table, "utf-8")
         for new in Path(folder).iterdir():
             new.replace(path.with_suffix(new.suffix))
+    cells = compare(GUESS[variant], steps) if seen else ["?"] * 4
+    for note in lesson["notes"]:
+        print(f"  {note}")
     cpu = np.median([e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
                      and e["name"].startswith("ProfilerStep")])
     return [*cells, cpu, np.float64(lesson["step_us"])]
@@ -273,6 +272,8 @@ def run(script, tag, args):
         try:
             with torch.no_grad():
                 cells = measure(variant, path, args, lesson)
+        except BrokenPipeError:
+            raise
         except Exception as error:
             if "\nKeyboardInterrupt" in "".join(traceback.format_exception(error)):
                 raise KeyboardInterrupt from None       # the profiler, stopped midway, hid it
@@ -337,7 +338,12 @@ def parse(parser):
 
 
 if __name__ == "__main__":
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")        # a screen without µ still gets the rest
     try:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:                         # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)

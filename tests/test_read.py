@@ -425,7 +425,7 @@ def test_odd_events_are_counted_and_the_others_read(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("missing.json", None, "No such file"), ("folder", "folder", "directory"),
+    ("missing.json", None, "No such file"), ("", None, "irectory"), ("folder", "folder", "directory"),
     ("empty.json", b"", "is empty"), ("empty.json.gz", b"", "is empty"),
     ("cut.json", b'{"traceEvents": [{"ph": "X", "na', "cut short"),
     ("control.json", b'{"traceEvents": [{"name": "a\x01"}]}', "Invalid control character"),

@@ -254,8 +254,21 @@ def test_no_bf16_matmul(tmp_path):
 
 def test_trace_folder_is_a_file(tmp_path):
     (tmp_path / "traces").write_text("mine")
-    one_line(run(tmp_path, "02_linear", "--eager"), 1, "02_linear: eager:", "traces", "another folder")
+    one_line(run(tmp_path, "02_linear", "--eager"), 1, "02_linear: eager:", "traces", "move away")
     assert (tmp_path / "traces").read_text() == "mine"
+
+
+def test_output_that_nobody_reads_or_that_lacks_letters(tmp_path):
+    shutil.copy(ROOT / "02_linear.py", tmp_path)
+    for shell in (f"{sys.executable} 02_linear.py --eager --batch 8 | head -1",
+                  f"PYTHONIOENCODING=ascii {sys.executable} 02_linear.py --eager --batch 9"):
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], cwd=tmp_path, text=True,
+                              capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+        assert done.stderr == "" and "02_linear in" in done.stdout
+    assert done.returncode == 0 and "?s  kernel" in done.stdout
+    written = list((tmp_path / "traces/02_linear").glob("*.json"))
+    assert "9_32_64" in "".join(path.name for path in written)
+    assert all(json.loads(path.read_text("utf-8"))["traceEvents"] for path in written)
 
 
 @pytest.fixture

@@ -821,11 +821,11 @@ def main(argv=None):
         elif args.chain:
             print_chain(load(args.file))
         else:
-            facts = [read(path) for path in (args.file, args.other) if path]
+            facts = [read(path) for path in (args.file, args.other) if path is not None]
             if args.json:
-                print(json.dumps(compare(*facts) if args.other else facts[0], indent=1))
+                print(json.dumps(compare(*facts) if len(facts) == 2 else facts[0], indent=1))
             else:
-                print_comparison(*facts) if args.other else print_facts(*facts)
+                print_comparison(*facts) if len(facts) == 2 else print_facts(*facts)
         return 0
     except BadTrace as error:
         print("read.py:", short(error), file=sys.stderr)
@@ -834,11 +834,12 @@ def main(argv=None):
 
 if __name__ == "__main__":
     gc.disable()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0

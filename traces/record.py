@@ -403,8 +403,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--docs", action="store_true", help="only bring the READMEs up to date")
     if parser.parse_args().docs:
-        for path in DOCS:
-            (ROOT / path).write_text(docs(path), "utf-8")
+        try:
+            for path, text in [(path, docs(path)) for path in DOCS]:
+                (ROOT / path).write_text(text, "utf-8")
+        except (read.BadTrace, OSError) as error:
+            sys.exit(f"record.py: {error}")
         return
     import torch
     if not torch.cuda.is_available():
