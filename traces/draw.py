@@ -24,10 +24,10 @@ MLP_TRACE = "03_kernels_mlp/64_128_768_3072_{}.json"
 MLP = {"eager": ["gate", "up", "gelu", "mul", "down"],
        "compile": ["gate", "up", "GeGLU", "down"],
        "liger": ["gate", "up", "GeGLU", "down"],
-       "fused": ["gate and up, GeGLU", "down"]}
+       "fused": ["gate+up+GeGLU", "down"]}
 # Perfetto takes a bar's colour from its name; these are its colours.
 COLOURS = {"gate": "#eb66e1", "up": "#daa84e", "gelu": "#61c7f2", "mul": "#407ccc",
-           "GeGLU": "#a16be6", "gate and up, GeGLU": "#a7b94d", "down": "#429f8e"}
+           "GeGLU": "#a16be6", "gate+up+GeGLU": "#60a03e", "down": "#429f8e"}
 WIDTH = 640  # of Perfetto's window, in its pixels: a phone shows it at about 400
 
 # ---- Perfetto in a browser ---------------------------------------------------------------------
@@ -100,7 +100,7 @@ ENLARGE = """([gpu, end]) => {
   for (const {uri, renderer} of app.trace.tracks.getAllTracks())
     if (renderer?.sliceLayout) {
       Object.assign(renderer.sliceLayout, uri === '/slice_' + gpu
-        ? {sliceHeight: 64, titleSizePx: 16} : {sliceHeight: 30, titleSizePx: 14});
+        ? {sliceHeight: 64, titleSizePx: 14} : {sliceHeight: 30, titleSizePx: 14});
       renderer.charWidth = 0.43 * renderer.sliceLayout.titleSizePx;  // it cuts long names by this
       renderer.computedTrackHeight = 0 }
   app.trace.timeline.setViewportTime(0n, BigInt(end)) }"""
