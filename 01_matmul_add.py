@@ -61,7 +61,8 @@ def build(variant, args):
 
 def main():
     parser = argparse.ArgumentParser(description="Profile matmul + add, eager and compiled.")
-    parser.add_argument("--size", type=positive, default=64, help="x, w and b are [size, size]; default: 64")
+    parser.add_argument("--size", type=positive, default=64,
+                        help="x, w and b are [size, size]; default: 64")
     parser.add_argument("--warmup", action="store_true",
                         help="three steps before profiling; without it, one variant, cold")
     args = parse(parser)
@@ -80,8 +81,8 @@ def main():
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMED = {"cpp.enable_kernel_profile": True}    # a CPU's trace then names Inductor's C++ kernel
 # Operators that launch nothing: they call another operator, or only rewrite shape and strides.
-IDLE = set("""linear matmul t transpose as_strided view reshape expand _unsafe_view unsqueeze squeeze
-    resolve_conj resolve_neg empty empty_like empty_strided""".split())
+IDLE = set("""linear matmul t transpose as_strided view reshape expand _unsafe_view unsqueeze
+    squeeze resolve_conj resolve_neg empty empty_like empty_strided""".split())
 
 
 @contextlib.contextmanager
@@ -174,13 +175,11 @@ def launched(trace, device):
 
 # ---- The screen and the command line: nothing to copy ------------------------------------------
 
-HEAD = ("", "kernels", "mem ops", "kernels µs", "span µs", "CPU µs", "step µs", "speed-up",
-        "first call s", "error")
 WHY = {     # operators that a guess may name and that never reach the device
     "aten::linear": "only calls aten::mm, or aten::addmm where there is a bias",
     "aten::matmul": "only calls aten::mm",
     "aten::t": "swaps two strides: it moves no data and launches nothing",
-    "aten::add": "is part of aten::addmm: in the GEMM's epilogue on a GPU, a copy before it on a CPU",
+    "aten::add": "is part of aten::addmm: the GEMM's epilogue on a GPU, a copy before it on a CPU",
 }
 CURES = {   # what to change, by a pattern in an error's text
     r"Python\.h": "Python's headers are missing: install them (apt install python3-dev)",
@@ -240,8 +239,9 @@ def measure(variant, path, args, lesson):
     steps, lost = launched(trace, args.device)
     seen = not lost and steps and all(steps)
     if not seen:
-        lesson["notes"].append(f"The profiler missed kernels ({lost} launches have none), so none are "
-                               "counted. It needs CUPTI, which WSL2 and some drivers refuse.")
+        lesson["notes"].append(
+            f"The profiler missed kernels ({lost} launches have none), so none are counted. It "
+            "needs CUPTI, which WSL2 and some drivers refuse.")
     elif len({str([e["name"] for _, events in step for e in events]) for step in steps}) > 1:
         lesson["notes"].append("The steps launched different kernels; the last one is shown.")
         steps = steps[-1:]
@@ -256,7 +256,7 @@ def measure(variant, path, args, lesson):
         print(f"  {note}")
     cpu = np.median([e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
                      and e["name"].startswith("ProfilerStep")])
-    return [*cells, cpu, np.float64(lesson["step_us"])]
+    return [*cells, cpu, lesson["step_us"]]
 
 
 def run(script, tag, args):
@@ -269,10 +269,9 @@ def run(script, tag, args):
         tag += "_device-cpu"
     print(f"{script} in {args.dtype} on {device}, torch {torch.__version__}")
     arguments = {key: value for key, value in vars(args).items() if key not in GUESS}
-    versions = {"torch": torch.__version__}
-    for package in "triton", "liger-kernel":
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package.replace("-", "_")] = metadata.version(package)
+    versions = {"torch": torch.__version__} | {
+        found.name.replace("-", "_"): found.version for found in metadata.distributions()
+        if found.name in ("triton", "liger-kernel", "liger_kernel")}
     rows, paths, eager = [], [], None
     for variant in args.variants:
         print(f"\n{variant}", flush=True)
@@ -291,17 +290,19 @@ def run(script, tag, args):
             continue
         eager = lesson["step_us"] if variant == "eager" else eager
         rows.append([variant, *cells, f"{eager / lesson['step_us']:.2f}" if eager and gpu else "-",
-                     lesson.get("first_call_s", "cold"), f"{lesson['error']:.1e}"])
+                     str(lesson.get("first_call_s", "cold")), f"{lesson['error']:.1e}"])
         paths.append(path)
     if rows:
         print("\nOne step: medians, step µs without the profiler, error against float64")
-        for row in [HEAD, *rows]:
+        head = ["", "kernels", "mem ops", "kernels µs", "span µs", "CPU µs", "step µs", "speed-up",
+                "first call s", "error"]
+        for row in [head, *rows]:
             print("{:8}{:>8}{:>8}{:>12}{:>10}{:>10}{:>10}{:>9}{:>13}{:>9}".format(*(
-                f"{cell:,.{int(cell < 1e4)}f}" if isinstance(cell, np.floating) else cell
+                f"{cell:,.{int(cell < 1e4)}f}" if isinstance(cell, float) else cell
                 for cell in row)))
         if not gpu:
-            print("On a CPU the operators that compute stand for kernels. Trust which ran, in which\n"
-                  "order, and what was fused; the times vary a lot from run to run.")
+            print("On a CPU the operators that compute stand for kernels. Trust which ran, in "
+                  "which order,\nand what was fused; the times vary a lot from run to run.")
         print("\nOpen a trace at https://ui.perfetto.dev; its table lies beside it (.txt):",
               *paths, sep="\n  ")
     return int(len(rows) < len(args.variants))

@@ -153,7 +153,7 @@ def race(fns, sets, seconds, rest=2.0):
         block(fn, 3)
     calls = {name: max(3, min(100, int(3000 / block(fn, 3)[0]))) for name, fn in fns.items()}
     blocks, end = {name: [] for name in fns}, time.perf_counter() + seconds
-    while time.perf_counter() < end or len(blocks[name]) < 5:
+    while time.perf_counter() < end or min(map(len, blocks.values())) < 5:
         for name, fn in fns.items():
             blocks[name].append(block(fn, calls[name]))
     result = {}

@@ -76,10 +76,7 @@ def test_a_claim_can_fail(claim, check):
     outcomes = [check(look)[0]]
     for path in REFERENCES:
         other = str(path.relative_to(record.REFERENCE).with_suffix(""))
-        try:
-            outcomes.append(check(lambda name: look(other))[0])
-        except (IndexError, KeyError, ValueError, TypeError, ZeroDivisionError):
-            outcomes.append(False)
+        outcomes.append(record.held(check, lambda name: look(other))[0])
     assert False in outcomes
 
 
@@ -104,6 +101,15 @@ def test_compiling_a_single_linear_costs_more_than_it_saves():
     look = record.looker(record.REFERENCE)
     eager, compiled = (look(f"02_linear/1024_32_64_{v}")["unprofiled_ns"] for v in ("eager", "compile"))
     assert compiled > eager
+
+
+def test_one_run_proves_little():
+    """What the README says of compile: slower than eager in one run, faster in another."""
+    look = record.looker(record.REFERENCE)
+    ratios = [look(f"{script}/64_128_768_3072_compile")["unprofiled_ns"]
+              / look(f"{script}/64_128_768_3072_eager")["unprofiled_ns"]
+              for script in ("03_kernels_mlp", "03_simple_mlp")]
+    assert ratios[0] > 1 > ratios[1]
 
 
 def test_readme_commands():
