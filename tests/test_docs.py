@@ -1,6 +1,7 @@
 """The documents and the reference traces: up to date, whole, and free of anything private."""
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -74,10 +75,29 @@ def test_a_claim_can_fail(claim, check):
     """Shown some other trace in place of its own, no claim holds throughout."""
     look = record.looker(record.REFERENCE)
     outcomes = [check(look)[0]]
-    for path in REFERENCES:
+    for path in record.REFERENCE.glob("0*/*.json"):     # other GPUs' traces may lie beside these
         other = str(path.relative_to(record.REFERENCE).with_suffix(""))
         outcomes.append(record.held(check, lambda name: look(other))[0])
     assert False in outcomes
+
+
+@pytest.mark.parametrize("gpu, name", [
+    ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "t4"),
+    ("AMD Instinct MI300X", "mi300x"), ("NVIDIA GeForce RTX 4090", "4090")])
+def test_folder_of_a_gpu(gpu, name):
+    assert record.short_name(gpu) == name
+
+
+def test_recording_needs_a_gpu_and_a_whole_run(tmp_path, monkeypatch):
+    done = subprocess.run([sys.executable, ROOT / "traces/record.py"], capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1 and "finds no GPU" in done.stderr and "Trace" not in done.stderr
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(record, "RUNS", ["02_linear.py --batch 8 --eager", "02_linear.py --liger"])
+    with pytest.raises(SystemExit, match="--liger failed, nothing was replaced"):
+        record.record(tmp_path)
+    assert (tmp_path / "traces/02_linear/output.txt").read_text("utf-8").startswith(
+        "$ python 02_linear.py --batch 8 --eager\n02_linear in ")
 
 
 def test_readme_snippet(tmp_path):
