@@ -17,6 +17,7 @@ import fnmatch
 import itertools
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +40,10 @@ from torch.profiler import ProfilerActivity, record_function
 GUESS = {
     "eager": ["aten::mm", "aten::mm", "aten::gelu", "aten::mul", "aten::mm"],
     "compile": ["aten::mm", "aten::mm", "*fused*gelu*mul*", "aten::mm"],
+    # With a flag: the line with most of the flags in use counts.
+    "compile --mode reduce-overhead": ["aten::_foreach_copy_", "Torch-Compiled*"],
+    "compile --mode max-autotune": ["aten::_foreach_copy_", "Torch-Compiled*"],
+    "compile --mode max-autotune-no-cudagraphs": ["aten::mm", "aten::mm", "*fused*gelu*mul*", "*"],
 }
 
 
@@ -66,7 +72,7 @@ def build(variant, args):
     like = {"device": args.device, "dtype": DTYPES[args.dtype]}
     mlp = SimpleGeGLUMLP(args.dim, args.hidden, **like).eval()
     x = torch.randn(args.batch, args.seq, args.dim, **like)
-    model = torch.compile(mlp, options=NAMED) if variant == "compile" else mlp
+    model = torch.compile(mlp, mode=args.mode) if variant == "compile" else mlp
 
     def step():
         with record_function("mlp_fwd"):
@@ -87,7 +93,7 @@ def main():
 # ---- What follows is the same in all four scripts. Worth copying: profile, time_step, launched -
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NAMED = {"cpp.enable_kernel_profile": True}    # a CPU's trace then names Inductor's C++ kernel
+MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # Operators that launch nothing: they call another operator, or only rewrite shape and strides.
 IDLE = set("""linear matmul t transpose as_strided view reshape expand _unsafe_view unsqueeze
     squeeze resolve_conj resolve_neg empty empty_like empty_strided""".split())
@@ -110,19 +116,21 @@ def quiet():
                     os.write(2, line)
 
 
-def profile(step, device):
-    """Profile five calls of step(): one waits, one warms the profiler up, three are recorded.
+def profile(step, device, schedule=(1, 1, 3)):
+    """Profile calls of step(): one waits, one warms the profiler up, three are recorded.
 
     Returns the Chrome trace, a dict, and the profiler's table, a text. Raises OSError.
     """
     # Else CUPTI, which records the GPU, stays attached and slows every later launch.
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    wait, warmup, active = schedule
+    warnings.filterwarnings("ignore", "Profiler won't be using warmup")     # as was asked for
+    phases = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        with torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True,
+        with torch.profiler.profile(activities=activities, schedule=phases, record_shapes=True,
                                     acc_events=True) as prof:
-            for _ in range(5):
+            for _ in range(wait + warmup + active):
                 step()
                 prof.step()
         prof.export_chrome_trace(f"{folder}/trace.json")
@@ -188,6 +196,7 @@ WHY = {     # operators that a guess may name and that never reach the device
     "aten::matmul": "only calls aten::mm",
     "aten::t": "swaps two strides: it moves no data and launches nothing",
     "aten::add": "is part of aten::addmm: the GEMM's epilogue on a GPU, a copy before it on a CPU",
+    "aten::_foreach_copy_": "copies inputs for a CUDA graph, and on a CPU there is none",
 }
 CURES = {   # what to change, by a pattern in an error's text
     r"Python\.h": "Python's headers are missing: install them (apt install python3-dev)",
@@ -203,27 +212,47 @@ def is_kernel(event):
     return event["cat"] in ("kernel", "cpu_op")
 
 
-def compare(guess, steps):
+def guess(variant, flags):
+    """The line of GUESS for this variant that names most of the flags in use."""
+    fits = [key for key in GUESS if key.split()[0] == variant and {*key.split()[1:]} <= {*flags}]
+    return GUESS[max(fits, key=len)]
+
+
+def compare(guessed, steps):
     """Print the guess beside what a step launched; return the counts and median µs of a step."""
     short = lambda name, n: name if len(name) <= n else f"{name[:n - 15]}...{name[-12:]}"
     flat = [[e for _, events in step for e in events] for step in steps]
-    us = iter(np.median([[e["dur"] for e in step] for step in flat], axis=0))
-    guesses, seen = iter(guess), []
-    print(f"  {'guess':22}{'trace':33}{'µs':>9}  kernel")
+    us = np.array([[e["dur"] for e in step] for step in flat])
+    columns = [np.median(us, 0)] + [us.min(0), us.max(0)] * (len(steps) > 3)
+    heads = "".join(f"{head:>9}" for head in ["µs", "min", "max"][:len(columns)])
+    heads += f"{'blocks x threads':>18}" * any("grid" in e["args"] for e in flat[-1])
+    print(f"  {'guess':22}{'trace':30}{heads}  kernel")
+    guesses, seen, rows = iter(guessed), [], zip(*columns)
     for op, events in steps[-1]:
         mine = ""
         if any(map(is_kernel, events)):
             mine = next(guesses, "-")
             seen.append(op)
         for e in events:
-            print(f"  {mine:22}{short(op, 32):33}{next(us):9.2f}  {short(e['name'], 50)}")
+            took = "".join(f"{cell:9.2f}" for cell in next(rows))
+            size = [str(math.prod(e["args"].get(key, []))) for key in ("grid", "block")]
+            took += f"{' x '.join(size):>18}" * (e["cat"] == "kernel")
+            print(f"  {mine:22}{short(op, 29):30}{took:{len(heads)}}  {short(e['name'], 44)}")
             mine = op = ""
     for mine in guesses:
         print(f"  {mine:22}-")
-    holds = len(seen) == len(guess) and all(map(fnmatch.fnmatchcase, seen, guess))
+    holds = len(seen) == len(guessed) and all(map(fnmatch.fnmatchcase, seen, guessed))
     print("  The guess holds." if holds else "  The guess does not hold.")
-    for op in sorted(set(guess) & set(WHY) - set(seen)):
+    for op in sorted(set(guessed) & set(WHY) - set(seen)):
         print(f"  {op} {WHY[op]}.")
+    if "aten::_foreach_copy_" in seen:
+        print("  A CUDA graph: one launch, in Torch-Compiled Region, replays its kernels. Before it"
+              "\n  aten::_foreach_copy_ copies the inputs to where the graph reads them; not those "
+              "that you\n  give to torch._dynamo.mark_static_address, if they stay where they are.")
+    for e, least, most in zip(flat[-1], us.min(0), us.max(0)):
+        if e["cat"] == "kernel" and most > 1.3 * least:
+            print(f"  {short(e['name'], 44)} varies {most / least:.1f} times from step to step: "
+                  f"{least:.2f} to {most:.2f} µs.")
     kernels = [[e["dur"] for e in filter(is_kernel, step)] for step in flat]
     spans = [max(e["ts"] + e["dur"] for e in step) - step[0]["ts"] for step in flat]
     return [len(kernels[-1]), len(flat[-1]) - len(kernels[-1]),
@@ -240,7 +269,7 @@ def measure(variant, path, args, lesson):
         if args.device == "cuda":
             torch.cuda.synchronize()
         lesson.setdefault("first_call_s", round(time.perf_counter() - start, 3))
-    trace, table = profile(step, args.device)
+    trace, table = profile(step, args.device, args.schedule)
     y, expected = step().double(), reference()
     lesson["error"] = ((y - expected).norm() / expected.norm()).item()
     lesson["step_us"] = time_step(step, args.device)
@@ -250,8 +279,9 @@ def measure(variant, path, args, lesson):
         lesson["notes"].append(
             f"The profiler missed kernels ({lost} launches have none), so none are counted. It "
             "needs CUPTI, which WSL2 and some drivers refuse.")
-    elif len({str([e["name"] for _, events in step for e in events]) for step in steps}) > 1:
-        lesson["notes"].append("The steps launched different kernels; the last one is shown.")
+    elif vars(args).get("sizes", 1) > 1 or 1 < len(
+            {str([e["name"] for _, events in step for e in events]) for step in steps}):
+        lesson["notes"].append("The steps launched different work; the last one is shown.")
         steps = steps[-1:]
     trace |= {"lesson": lesson, "traceName": path.as_posix()}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:        # whole files or none
@@ -259,7 +289,7 @@ def measure(variant, path, args, lesson):
         Path(folder, "new.txt").write_text(table, "utf-8")
         for new in Path(folder).iterdir():
             new.replace(path.with_suffix(new.suffix))
-    cells = compare(GUESS[variant], steps) if seen else ["?"] * 4
+    cells = compare(guess(variant, args.flags), steps) if seen else ["?"] * 4
     for note in lesson["notes"]:
         print(f"  {note}")
     cpu = np.median([e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
@@ -275,6 +305,10 @@ def run(script, tag, args):
         tag += f"_dtype-{args.dtype}"
     if not gpu and torch.cuda.is_available():
         tag += "_device-cpu"
+    if args.mode != "default":
+        tag += f"_mode-{args.mode}"
+    if "--schedule" in args.flags:
+        tag += f"_schedule-{'-'.join(map(str, args.schedule))}"
     print(f"{script} in {args.dtype} on {device}, torch {torch.__version__}")
     arguments = {key: value for key, value in vars(args).items() if key not in GUESS}
     versions = {"torch": torch.__version__} | {
@@ -325,26 +359,48 @@ def cure(error):
     return "failed, see above"
 
 
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+def count(text, least=0):
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
+
+
+def positive(text):
+    return count(text, 1)
 
 
 def parse(parser):
     """Add the flags that all four scripts have; settle variants, device and dtype."""
-    for variant in GUESS:
+    variants = [key for key in GUESS if " " not in key]
+    for variant in variants:
         parser.add_argument(f"--{variant}", action="store_true", help=f"profile {variant} only")
+    parser.add_argument("--mode", choices=MODES, default="default",
+                        help="torch.compile's. Look for one cudaGraphLaunch in place of all "
+                             "launches, after copies of the inputs; and for triton_mm, not cuBLAS")
+    parser.add_argument("--schedule", nargs=3, type=count, default=[1, 1, 3],
+                        metavar=("WAIT", "WARMUP", "ACTIVE"),
+                        help="steps before, to warm the profiler up, recorded; default: 1 1 3. "
+                             "Look for the start of everything in 0 0 3, and which kernels vary in "
+                             "0 0 20")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is one")
     args = parser.parse_args()
+    args.flags = [word for name, value in vars(args).items() if value != parser.get_default(name)
+                  for word in (f"--{name}", str(value))]
+    args.variants = [variant for variant in variants if getattr(args, variant)] or variants
+    if "--mode" in args.flags and "compile" not in args.variants:
+        parser.error("--mode is torch.compile's: add --compile")
+    if not args.schedule[2]:
+        parser.error("--schedule records no step: ACTIVE must be 1 or more")
+    # A CPU's trace then names Inductor's C++ kernel; max-autotune logs each candidate too large.
+    os.environ.setdefault("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE", "1")
+    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     gpu = torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         sys.exit("--device cuda: PyTorch finds no GPU here; leave it out to profile the CPU")
     args.device = args.device or ("cuda" if gpu else "cpu")
     if not gpu:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)   # "No CUDA runtime"
-    args.variants = [variant for variant in GUESS if getattr(args, variant)] or list(GUESS)
     if args.device == "cuda":
         bf16, fallback = torch.cuda.is_bf16_supported(including_emulation=False), "fp16"
     else:

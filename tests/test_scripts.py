@@ -28,7 +28,8 @@ SMALL = {
 POSTS = [
     ("01_matmul_add --size 64", ["64_bf16_cold_eager"]),
     ("01_matmul_add --size 4096", ["4096_bf16_cold_eager"]),
-    ("01_matmul_add --warmup", ["64_bf16_warm_eager", "64_bf16_warm_compile"]),
+    ("01_matmul_add --warmup",
+     ["64_bf16_warm_eager", "64_bf16_warm_compile", "64_bf16_warm_addmm"]),
     ("01_matmul_add --size 4096 --warmup --compile", ["4096_bf16_warm_compile"]),
     ("02_linear --batch 1024 --in_dim 32 --out_dim 64",
      ["1024_32_64_eager", "1024_32_64_compile"]),
@@ -44,7 +45,7 @@ ANNOTATION = {"01_matmul_add": "matmul_add", "02_linear": "linear_fwd",
 MM, FUSED = "aten::mm", r"graph_\d+_cpp_fused__unsafe_view_gelu_mul_0"
 MLP = {"eager": [MM, MM, "aten::gelu", "aten::mul", MM], "compile": [MM, MM, FUSED, MM]}
 WORK = {
-    "01_matmul_add": {"eager": [MM, "aten::add"], "compile": ["aten::addmm"]},
+    "01_matmul_add": {"eager": [MM, "aten::add"], "compile": ["aten::addmm"], "addmm": ["aten::addmm"]},
     "02_linear": {"eager": ["aten::addmm"], "compile": ["aten::addmm"]},
     "03_simple_mlp": MLP,
     "03_kernels_mlp": MLP,
@@ -53,6 +54,7 @@ WORK = {
 CHAINS = {
     ("01_matmul_add", "eager"): ["aten::matmul", "aten::mm"],
     ("01_matmul_add", "compile"): ["Torch-Compiled Region: 0/0", "aten::addmm"],
+    ("01_matmul_add", "addmm"): ["aten::addmm"],
     ("02_linear", "eager"): ["aten::linear", "aten::addmm"],
     ("02_linear", "compile"): ["Torch-Compiled Region: 0/0", "aten::addmm"],
     ("03_simple_mlp", "eager"): ["aten::linear", "aten::matmul", "aten::mm"],
@@ -199,6 +201,182 @@ def test_failed_guess_is_marked_and_explained_and_fails_nothing(tmp_path):
     assert "The guess does not hold." in done.stdout
     assert "aten::add is part of aten::addmm" in done.stdout
     assert "aten::t swaps two strides" in done.stdout
+
+
+# ---- What happens if: the experiments, as flags ---------------------------------------------------
+
+
+def trace_of(folder, name):
+    return json.loads((folder / f"traces/{name}.json").read_text("utf-8"))
+
+
+def of_step(trace, number):
+    """The names of the CPU's operators in ProfilerStep#number, and how long it took."""
+    [step] = [e for e in spans(trace) if e["name"] == f"ProfilerStep#{number}"]
+    return [e["name"] for e in spans(trace) if e["cat"] == "cpu_op" and inside(step, e)], step["dur"]
+
+
+@pytest.mark.parametrize("script, flags", SMALL.items())
+def test_schedule(tmp_path, script, flags):
+    """The posts' (0, 0, 3), on all four; without a warm-up of its own where there is one."""
+    flags = [flag for flag in flags if flag != "--warmup"]
+    done = run(tmp_path, script, *flags, "--eager", "--schedule", "0", "0", "3")
+    assert done.returncode == 0 and done.stderr == "" and "The guess holds." in done.stdout
+    [path] = tmp_path.glob(f"traces/{script}/*_schedule-0-0-3_eager.json")
+    trace = json.loads(path.read_text("utf-8"))
+    names = [e["name"] for e in spans(trace) if e["name"].startswith("ProfilerStep")]
+    assert names == ["ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2"]
+    assert trace["lesson"]["arguments"]["schedule"] == [0, 0, 3]
+    assert not re.search(" min +max ", done.stdout)
+
+
+def test_schedule_of_many_steps(tmp_path):
+    done = run(tmp_path, "01_matmul_add", "--schedule", "2", "1", "20")
+    assert done.returncode == 0 and done.stderr == ""
+    trace = trace_of(tmp_path, f"01_matmul_add/{name_here('01_matmul_add', '64_bf16_cold')}_schedule-2-1-20_eager")
+    adds = sorted(e["dur"] for e in spans(trace) if e["name"] == "aten::add")
+    names = [e["name"] for e in spans(trace) if e["name"].startswith("ProfilerStep")]
+    assert names == [f"ProfilerStep#{i}" for i in range(3, 23)] and len(adds) == 20
+    assert re.search(r"guess +trace +µs +min +max +kernel\n", done.stdout)
+    row = f"{(adds[9] + adds[10]) / 2:.2f} +{adds[0]:.2f} +{adds[-1]:.2f}"
+    assert re.search(rf"aten::add +aten::add +{row} +aten::add\n", done.stdout)
+    assert "times from step to step" not in done.stdout         # a CPU's times are noise
+
+
+@pytest.mark.parametrize("slowest, said", [(39, False), (40, True)])
+def test_kernel_that_varies(capsys, slowest, said):
+    script = load("01_matmul_add")
+    step = lambda dur: [("aten::mm", [{"cat": "gpu_memset", "name": "Memset", "ts": 0, "dur": dur, "args": {}},
+                                      {"cat": "kernel", "name": "gemm", "ts": 50, "dur": dur,
+                                       "args": {"grid": [4, 2, 1], "block": [384, 1, 1]}}])]
+    script.compare(["aten::mm"], [step(dur) for dur in (30, 31, slowest, 32)])
+    shown = capsys.readouterr().out
+    assert ("gemm varies 1.3 times from step to step: 30.00 to 40.00 µs." in shown) == said
+    assert shown.count("varies") == said                        # a memset is no kernel
+    assert re.search(rf" 31.50 +30.00 +{slowest}.00 +8 x 384  gemm\n", shown)
+
+
+def test_batch_and_addmm_by_hand(tmp_path):
+    done = run(tmp_path, "01_matmul_add", "--batch", "8", "--warmup")
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.count("The guess holds.") == 3
+    work = {"eager": ["aten::bmm", "aten::add"], "compile": ["aten::bmm", r"graph_\d+_cpp_fused_add_0"],
+            "addmm": ["aten::baddbmm"]}
+    for variant, operators in work.items():
+        stem = name_here("01_matmul_add", "64_bf16_warm") + f"_batch-8_{variant}"
+        trace = trace_of(tmp_path, f"01_matmul_add/{stem}")
+        names, _ = of_step(trace, 4)
+        assert all(any(re.fullmatch(operator, name) for name in names) for operator in operators)
+        assert ("aten::add" in names, "TorchDynamo Cache Lookup" in names) == (
+            variant == "eager", variant == "compile")
+        multiply = [e for e in spans(trace) if e["name"] == operators[0]]
+        assert multiply[0]["args"]["Input Dims"][0] == [8, 64, 64]
+        assert trace["lesson"]["error"] < 1e-2
+    done = run(tmp_path, "01_matmul_add", "--addmm")
+    assert done.returncode == 0 and "The guess holds." in done.stdout
+    assert (tmp_path / f"traces/01_matmul_add/{name_here('01_matmul_add', '64_bf16_cold')}_addmm.json").is_file()
+
+
+@pytest.mark.parametrize("script, flags", SMALL.items())
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_mode(tmp_path, cache, script, flags, mode):
+    """A CPU has no graphs, so the guess of a graph fails there, and the run says why."""
+    done = run(tmp_path, script, *flags, "--compile", "--mode", mode, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.glob(f"traces/{script}/*_mode-{mode}_compile.json")
+    trace = json.loads(path.read_text("utf-8"))
+    assert trace["lesson"]["arguments"]["mode"] == mode
+    graph = mode == "reduce-overhead"
+    assert ("The guess does not hold." in done.stdout) == graph == ("on a CPU there is none" in done.stdout)
+    names, _ = of_step(trace, 4)
+    for operator in WORK[script]["compile"]:
+        assert any(re.fullmatch(operator, name) for name in names), names
+
+
+@pytest.mark.parametrize("script", SMALL)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_mode_reaches_the_compiler(monkeypatch, script, mode):
+    module, asked = load(script), []
+    command = [script, *SMALL[script], "--compile", "--mode", mode]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(module, "run", lambda name, tag, args: module.build("compile", args))
+    monkeypatch.setattr(torch, "compile", lambda model, mode: asked.append(mode) or model)
+    module.main()
+    assert asked == [mode]
+
+
+def test_guess_for_the_flags_in_use():
+    guess = load("01_matmul_add").guess
+    assert guess("eager", []) == guess("eager", ["--size", "8"]) == ["aten::mm", "aten::add"]
+    assert guess("eager", ["--batch", "8"]) == ["aten::bmm", "aten::add"]
+    assert guess("compile", ["--mode", "max-autotune-no-cudagraphs"]) == ["*addmm*"]
+    both = guess("compile", ["--batch", "8", "--mode", "max-autotune"])
+    assert both == ["aten::_foreach_copy_", "Torch-Compiled*"]
+
+
+def test_lengths_take_turns(tmp_path, cache):
+    """The second length compiles again, for any length; it is in the output and in the trace."""
+    flags = "--batch 2 --seq 16 24 32 --dim 64 --hidden 128 --eager --compile".split()
+    done = run(tmp_path, "03_kernels_mlp", *flags, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("The guess holds.") == 2
+    eager, compiled = done.stdout.split("\ncompile\n")
+    first = r"  hidden 128, seq {}: first call [\d.]+ ms\n"
+    assert re.search("".join(map(first.format, (16, 24, 32))), eager)
+    dynamo = r"    Dynamo compiled forward, graph 0/{}, in [\d.]+ ms\n"
+    why = "    since 0/0: tensor 'x' size mismatch at index 1. expected 16, actual 24\n"
+    assert re.match(first.format(16) + dynamo.format(0) + first.format(24) + dynamo.format(1) + why
+                    + first.format(32) + "  guess ", compiled), compiled
+    for variant in "eager", "compile":
+        trace = trace_of(tmp_path, "03_kernels_mlp/" + name_here("03_kernels_mlp", f"2_16-24-32_64_128_{variant}"))
+        again = ["_compile.compile_inner (dynamo_timed)" in of_step(trace, i)[0] for i in (2, 3, 4)]
+        assert again == [False, variant == "compile", False]
+        products = [e["args"]["Input Dims"] for e in spans(trace) if e["name"] == "aten::mm"]
+        products = products if variant == "eager" else products[-3:]    # those of the compiler have none
+        rows = [2 * seq for seq in (16, 24, 32) for _ in range(3)]
+        assert [x[0] for x, *_ in products] == rows[-len(products):]
+        assert trace["lesson"]["notes"] == ["The steps launched different work; the last one is shown."]
+        assert trace["lesson"]["error"] < 1e-2
+
+
+def test_widths_take_turns(tmp_path, cache):
+    flags = "--batch 2 --seq 16 --dim 64 --hidden 128 192 --compile --schedule 1 1 4".split()
+    done = run(tmp_path, "03_kernels_mlp", *flags, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert re.search(r"hidden 192, seq 16: first call .*\n    Dynamo compiled forward, graph 0/1, .*\n"
+                     r"    since 0/0: tensor .*weight.* expected 128, actual 192\n", done.stdout)
+    [path] = tmp_path.glob("traces/03_kernels_mlp/2_16_64_128-192_*schedule-1-1-4_compile.json")
+    trace = json.loads(path.read_text("utf-8"))
+    again = ["_compile.compile_inner (dynamo_timed)" in of_step(trace, i)[0] for i in (2, 3, 4, 5)]
+    assert again == [False, True, False, False]
+
+
+def test_flags_that_do_not_fit_together(tmp_path):
+    for command, why in [
+            ("02_linear --eager --mode max-autotune", "--mode is torch.compile's: add --compile"),
+            ("03_kernels_mlp --liger --fused --mode reduce-overhead", "--mode is torch.compile's: add --compile"),
+            ("03_kernels_mlp --seq 16 24 --hidden 8 16", "4 sizes take turns: record as many steps, --schedule 1 1 4"),
+            ("02_linear --schedule 1 1 0", "--schedule records no step: ACTIVE must be 1 or more"),
+            ("02_linear --schedule 1 1", "argument --schedule: expected 3 arguments"),
+            ("02_linear --schedule 1 -1 3", "argument --schedule: '-1' is not a whole number of 0 or more"),
+            ("02_linear --schedule 1 x 3", "argument --schedule: 'x' is not a whole number of 0 or more"),
+            ("02_linear --mode fast", "argument --mode: invalid choice: 'fast'"),
+            ("01_matmul_add --batch 0", "argument --batch: '0' is not a whole number of 1 or more")]:
+        done = run(tmp_path, *command.split())
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert why in done.stderr.splitlines()[-1], done.stderr
+    # A cold run takes one variant: with --mode that is compile.
+    done = run(tmp_path, "01_matmul_add", "--mode", "reduce-overhead")
+    assert done.returncode == 0 and "\ncompile\n" in done.stdout and "\neager\n" not in done.stdout
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_help_says_what_to_look_for(tmp_path, script):
+    shown = " ".join(run(tmp_path, script, "--help").stdout.split())
+    flags = ["--schedule", "--mode"] + {"01_matmul_add": ["--batch"], "03_kernels_mlp": ["--seq", "--hidden"]
+                                        }.get(script, [])
+    for flag in flags:
+        [text] = re.findall(rf" {flag} [A-Z{{].*?(?= --\w|$)", shown.split("options:")[1])
+        assert re.search("Look (also )?for", text), text
 
 
 # ---- What a reader gets wrong, and what a machine lacks ------------------------------------------
@@ -390,9 +568,10 @@ def test_profiler_that_misses_kernels(monkeypatch, tmp_path, capsys, kernels, se
     script = load("01_matmul_add")
     step = lambda: torch.ones(2)
     monkeypatch.setattr(script, "build", lambda variant, args: (step, step))
-    monkeypatch.setattr(script, "profile", lambda step, device: (gpu_trace(kernels), "table"))
+    monkeypatch.setattr(script, "profile", lambda step, device, schedule: (gpu_trace(kernels), "table"))
     monkeypatch.setattr(script, "time_step", lambda step, device: 1.0)
-    args, lesson = SimpleNamespace(device="cuda", warmup=False), {"device_type": "cuda", "notes": []}
+    args = SimpleNamespace(device="cuda", warmup=False, schedule=[1, 1, 3], flags=[])
+    lesson = {"device_type": "cuda", "notes": []}
     cells = script.measure("eager", tmp_path / "traces/t_eager.json", args, lesson)
     note = "The profiler missed kernels"
     saved = json.loads((tmp_path / "traces/t_eager.json").read_text())["lesson"]["notes"]
