@@ -154,8 +154,8 @@ def nest(track, faults):
             parents.append(e)
 
 
-def load(path):
-    """Reads a trace into {"cpu", "gpu", "steps", "meta", "faults"}. Raises BadTrace.
+def load(path, step=None):
+    """Reads a trace into {"cpu", "gpu", "steps", "meta", "faults"}, or one step of it. Raises BadTrace.
 
     cpu: operators, annotations and launches by thread, each with the "parent" that it ran in.
     gpu: kernels and memory operations by start, each with the events "launch" and "op" that it
@@ -184,6 +184,15 @@ def load(path):
         gpu = sorted(gpu or filter(works, cpu), key=lambda e: e["ts"])
         trace = {"cpu": cpu, "gpu": gpu, "meta": meta, "faults": faults}
         attach(trace)
+        if step:
+            names = [name for name, *_ in trace["steps"]]
+            if f"ProfilerStep#{step}" not in names:
+                raise BadTrace(f"{path}: no ProfilerStep#{step}, but {', '.join(names)}")
+            i = names.index(f"ProfilerStep#{step}")
+            trace["steps"] = trace["steps"][i:i + 1]
+            trace["gpu"] = [e for e in gpu if e["step"] == i]
+            for e in trace["gpu"]:
+                e["step"] = 0
         return trace
     finally:
         if collecting:
@@ -447,9 +456,9 @@ def gpu_name(trace):
     return " and ".join(sorted(at_work)) or "unknown GPU" if used else None
 
 
-def read(path):
+def read(path, step=None):
     """What --json prints about a trace, times in ns, rates in TFLOP/s and GB/s. Raises BadTrace."""
-    trace = load(path)
+    trace = load(path, step)
     times, gpu, lesson = step_times(trace), gpu_name(trace), trace["meta"].get("lesson")
     lesson = {key: float(value) if "." in str(value) and ns(value) is not None else value
               for key, value in (lesson if type(lesson) is dict else {}).items()}
@@ -457,7 +466,7 @@ def read(path):
     _, start, end, _ = trace["steps"][-1]
     facts = {
         "file": path, "lesson": lesson, "gpu": gpu, "peaks": PEAKS.get(gpu), "steps": times,
-        "unprofiled_ns": ns(str(lesson.get("step_us"))), "stacks": trace["meta"].get("with_stack"),
+        "unprofiled_ns": None if step else ns(str(lesson.get("step_us"))), "stacks": trace["meta"].get("with_stack"),
         **{f"{key}_ns": median([t[key] for t in times]) for key in times[0] if key != "name"},
         "kernels": [row for row in found if row["kind"] not in MEMORY],
         "memory": [row for row in found if row["kind"] in MEMORY],
@@ -543,8 +552,9 @@ def title(facts):
         return f"{facts['file']}: a PyTorch trace of {where}"
     given = lesson.get("arguments")
     given = given.items() if type(given) is dict else ()
-    given = ", ".join(f"{key} {value}" for key, value in given
-                      if type(value) in (int, str) and key != "device")
+    given = ", ".join(f"{key} {' '.join(map(str, value if type(value) is list else [value]))}"
+                      for key, value in given if type(value) in (int, str, list)
+                      and key not in ("device", "variants", "flags", "sizes"))
     return (f"{facts['file']}: {lesson['script']}, {lesson.get('variant')}, on {where} with torch "
             f"{lesson.get('torch')} ({given})")
 
@@ -598,6 +608,8 @@ def print_facts(facts):
         say(f"Noticed: {note}")
     listed = ", ".join(f"{step['name']} {us(step['recorded'])}" for step in steps[:8])
     say(f"{len(steps)} step{'s' * (len(steps) > 1)}: {listed}{', ...' * (len(steps) > 8)} µs")
+    if 2 * sum(row["per_step"] < 1 for row in facts["kernels"]) > len(facts["kernels"]):
+        say("The steps differ, and below they are mixed: --step and a step's number shows one alone.")
     print_rows("Kernels" if gpu else "Operators that stand for kernels", facts["kernels"])
     if facts["memory"]:
         print_rows("Memory operations, which are no kernels", facts["memory"])
@@ -808,7 +820,10 @@ def main(argv=None):
     how.add_argument("--open", action="store_true", help="open it in Perfetto, without uploading")
     how.add_argument("--perfetto", metavar="OUT",
                      help="write a copy of which Perfetto shows every event")
+    parser.add_argument("--step", metavar="N", help="look at ProfilerStep#N alone")
     args = parser.parse_args(argv)
+    if args.step and (args.open or args.perfetto):
+        parser.error("--step goes with the terminal: Perfetto shows all steps")
     if args.other and (args.chain or args.open or args.perfetto):
         parser.error("--chain, --open and --perfetto take one file")
     try:
@@ -819,9 +834,9 @@ def main(argv=None):
                 print(f"Note: {OVERLAP}")
             serve(args.file)
         elif args.chain:
-            print_chain(load(args.file))
+            print_chain(load(args.file, args.step))
         else:
-            facts = [read(path) for path in (args.file, args.other) if path is not None]
+            facts = [read(path, args.step) for path in (args.file, args.other) if path is not None]
             if args.json:
                 print(json.dumps(compare(*facts) if len(facts) == 2 else facts[0], indent=1))
             else:
