@@ -9,6 +9,7 @@ tables and output take the place of older ones. Then each claim of the posts is 
 import argparse
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,13 +24,30 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "traces/h200"
 RUNS = """
 03_kernels_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
-03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
+03_kernels_mlp.py --seq 128 192 256
+03_kernels_mlp.py --hidden 3072 2048 --liger --fused
+03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 --eager
+03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 --compile
+03_simple_mlp.py --compile --mode reduce-overhead
+03_simple_mlp.py --compile --mode max-autotune-no-cudagraphs
+03_simple_mlp.py --compile --mode max-autotune
+03_simple_mlp.py --batch 1 --seq 16
+03_simple_mlp.py --batch 1 --seq 16 --compile --mode reduce-overhead
 02_linear.py --batch 1024 --in_dim 32 --out_dim 64
 01_matmul_add.py --size 64
 01_matmul_add.py --size 64 --compile
 01_matmul_add.py --size 64 --warmup
-01_matmul_add.py --size 512 --warmup --eager
 01_matmul_add.py --size 4096 --warmup
+01_matmul_add.py --size 64 --schedule 0 0 3
+01_matmul_add.py --size 4096 --warmup --eager --schedule 0 0 20
+01_matmul_add.py --size 64 --warmup --compile --mode reduce-overhead
+01_matmul_add.py --size 64 --warmup --compile --mode max-autotune-no-cudagraphs
+01_matmul_add.py --size 64 --warmup --compile --mode max-autotune
+01_matmul_add.py --size 4096 --warmup --compile --mode reduce-overhead
+01_matmul_add.py --size 4096 --warmup --compile --mode max-autotune-no-cudagraphs
+01_matmul_add.py --size 4096 --warmup --compile --mode max-autotune
+01_matmul_add.py --size 1024 --warmup --batch 8
+01_matmul_add.py --size 512 --warmup --eager
 01_matmul_add.py --size 8192 --warmup --eager
 """.strip().splitlines()
 
@@ -39,8 +57,11 @@ def record(folder):
     for command in RUNS:
         print(command, flush=True)
         script, *flags = command.split()
-        done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=folder, text=True,
-                              capture_output=True)
+        # Inductor keeps what it once chose, good or bad: each command chooses for itself.
+        with tempfile.TemporaryDirectory() as cache:
+            env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/t"}
+            done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=folder, text=True,
+                                  capture_output=True, env=env)
         if done.returncode:
             sys.exit(f"record.py: {command} failed, nothing was replaced:\n{done.stderr}")
         with open(folder / "traces" / script[:-3] / "output.txt", "a", encoding="utf-8") as output:
@@ -232,7 +253,57 @@ def liger_beside_inductor(look):
     liger, inductor = (look(HAND + variant)["kernels"][2]["median_ns"] for variant in ("liger", "compile"))
     return 1 < liger / inductor < 1.3, (
         f"{us(liger)} and {us(inductor)}, {liger / inductor:.2f} times; "
-        "Inductor picks its launch anew in each process")
+        "where Inductor launches its kernel otherwise, Liger's is the faster one: see above")
+
+
+def buffer_request(look):
+    trace = json.loads(look("01_matmul_add/64_bf16_cold_schedule-0-0-3_eager")["text"])
+    [request] = [e for e in trace["traceEvents"] if e.get("name") == "Activity Buffer Request"]
+    steps = look("01_matmul_add/64_bf16_cold_schedule-0-0-3_eager")["steps"]
+    return request["dur"] > 1000, (
+        f"one, {request['dur'] / 1e3:.1f} ms; the step that holds it takes {us(steps[0]['recorded'])}, "
+        f"the next {us(steps[1]['recorded'])}: most of it is the start of CUDA and cuBLAS")
+
+
+def kernel_varies(look):
+    gemm = look("01_matmul_add/4096_bf16_warm_schedule-0-0-20_eager")["kernels"][0]
+    least, most = gemm["min_ns"], gemm["max_ns"]
+    return most > 1.3 * least, f"20 steps, {us(least)} to {us(most)}, {most / least:.2f} times"
+
+
+def batch_is_bmm(look):
+    eager, compiled, by_hand = ([row["op"] for row in look(f"01_matmul_add/1024_bf16_warm_batch-8_{v}")["kernels"]]
+                                for v in ("eager", "compile", "addmm"))
+    return eager == ["aten::bmm", "aten::add"], (
+        f"{' and '.join(eager)}; compiled {' and '.join(compiled)}, by hand {' and '.join(by_hand)}")
+
+
+def addmm_by_hand(look):
+    ran, steps = zip(*(([row["name"] for row in facts["memory"] + facts["kernels"]], facts["unprofiled_ns"])
+                       for facts in map(look, (f"01_matmul_add/64_bf16_warm_{v}" for v in ("addmm", "compile")))))
+    return ran[0] == ran[1] and steps[0] < steps[1], (
+        f"the same copy and GEMM, in steps of {us(steps[0])} by hand and {us(steps[1])} compiled")
+
+
+def mode_for_the_cpu(look):
+    small, graph = (look(f"03_simple_mlp/1_16_768_3072_{v}") for v in ("compile", "mode-reduce-overhead_compile"))
+    calls = [launches(facts) for facts in (small, graph)]
+    return calls[1] < calls[0] and graph["unprofiled_ns"] < small["unprofiled_ns"], (
+        f"reduce-overhead, on the MLP with 16 rows: {calls[0]} launches become {calls[1]}, "
+        f"{us(small['unprofiled_ns'])} become {us(graph['unprofiled_ns'])}")
+
+
+def one_kernel_by_tuning(look):
+    tuned = look("01_matmul_add/4096_bf16_warm_mode-max-autotune-no-cudagraphs_compile")
+    ran = [f"{row['name']} {us(row['median_ns'])}" for row in tuned["memory"] + tuned["kernels"]]
+    return len(ran) == 1, f"a step runs {', '.join(ran)}"
+
+
+def compile_per_shape(look):
+    second, third = look("03_kernels_mlp/64_128-192-256_768_3072_compile")["steps"][1:]
+    return third["recorded"] > 0.1 * second["recorded"], (
+        f"the second length compiled again, for any length: {second['recorded'] / 1e6:,.0f} ms; "
+        f"the third did not: {third['recorded'] / 1e6:.1f} ms")
 
 
 CLAIMS = [
@@ -258,17 +329,36 @@ CLAIMS = [
     ("... which saves a trip to memory and back", "50 MB tensor", traffic_saved),
     ("Liger: one kernel by hand, no Dynamo", "92.8 µs", liger_by_hand),
     ("... a little slower than Inductor's", "1.04 times", liger_beside_inductor),
+    ("schedule 0 0 3 shows an Activity Buffer Request", "~2.5 ms", buffer_request),
+    ("one kernel's duration varies from step to step", "~580 µs, outliers", kernel_varies),
+    ("a batch axis turns aten::mm into aten::bmm", "yes", batch_is_bmm),
+    ("torch.addmm by hand is what compile makes", "left to the reader", addmm_by_hand),
+    ("a mode lowers what compile costs the CPU", "left to the reader", mode_for_the_cpu),
+    ("max-autotune makes 01 at 4096 one kernel", "a wish", one_kernel_by_tuning),
+    ("each new shape costs a compile", "yes", compile_per_shape),
 ]
 
 
 @functools.cache
 def looker(folder):
-    """A function that gives read.py's facts of a trace below folder, with its CPU's events."""
+    """A function that gives read.py's facts of a trace below folder, with its CPU's events and its
+    text. Where sizes take turns, they are those of the last step; "steps" has all."""
     @functools.cache
     def look(name):
-        path = str(folder / f"{name}.json")
-        return read.read(path) | {"events": read.load(path)["cpu"]}
+        path = folder / f"{name}.json"
+        facts = read.read(str(path))
+        if facts["lesson"]["arguments"].get("sizes", 1) > 1:
+            last = facts["steps"][-1]["name"].partition("#")[2]
+            facts = read.read(str(path), last) | {"steps": facts["steps"]}
+        return facts | {"events": read.load(str(path))["cpu"], "text": path.read_text("utf-8")}
     return look
+
+
+def launches(facts):
+    """How often the CPU gave the GPU work in the last step: launches, copies and memsets."""
+    return sum(bool(re.search("Launch|Memcpy|Memset", e["name"])) for e in facts["events"]
+               if e["cat"] in read.LAUNCH
+               and [*read.ancestors(e)][-1]["name"] == facts["steps"][-1]["name"])
 
 
 def held(check, look):
@@ -284,8 +374,9 @@ def held(check, look):
 
 def output():
     """What 03_kernels_mlp printed: the command, the first variant, and the table."""
-    printed = (REFERENCE / "03_kernels_mlp/output.txt").read_text("utf-8").split("\n\n")
-    return "```text\n" + "\n\n".join([*printed[:2], printed[-3]]) + "\n```"
+    printed = (REFERENCE / "03_kernels_mlp/output.txt").read_text("utf-8").split("\n$ ")[0].split("\n\n")
+    [last] = [text for text in printed if text.startswith("One step")]
+    return "```text\n" + "\n\n".join([*printed[:2], last]) + "\n```"
 
 
 def table(head, rows):
@@ -331,9 +422,11 @@ def bench():
              f"{step[name]['launch_us']:.0f} µs" if name in step else "")
             for name in ("eager", "liger", "compile", "fused", "cublas")]
     others = [max(run[key]["compile"]["us"] for run in found["compile_processes"]) for key in ("part", "step")]
-    rows[3:3] = [(f"compile, {what} of {len(found['compile_processes'])} fresh processes",
-                  f"{part_us:.1f} µs", f"{step_us:.1f} µs", "")
-                 for what, part_us, step_us in (("best", *map(best.get, ("part", "step"))), ("worst", *others))]
+    tuned = [found["max_autotune"][key]["compile"]["us"] for key in ("part", "step")]
+    rows[3:3] = [(f"compile, {what}", f"{part_us:.1f} µs", f"{step_us:.1f} µs", "") for what, part_us, step_us in (
+        (f"best of {len(found['compile_processes'])} fresh processes", best["part"], best["step"]),
+        (f"worst of {len(found['compile_processes'])} fresh processes", *others),
+        ("max-autotune-no-cudagraphs, one fresh process", *tuned))]
     return table(["variant", "gate + up + GeGLU", "whole step", "CPU, to launch a step"], rows)
 
 
@@ -359,6 +452,63 @@ def savings():
         f"{first['liger']:.1f} s for Liger and {first['compile']:.1f} s for compile "
         f"(medians of {len(found['compile_processes'])} processes); fused then compiles nothing for a new batch or "
         "sequence length.")
+
+
+def modes():
+    """What each mode of torch.compile launches and takes, beside eager and torch.addmm."""
+    rows = []
+    for lesson, trace, first in (
+            ("01, size 64", "01_matmul_add/64_bf16_warm_", ["eager", "addmm"]),
+            ("01, size 4096", "01_matmul_add/4096_bf16_warm_", ["eager", "addmm"]),
+            ("MLP, 16 rows", "03_simple_mlp/1_16_768_3072_", ["eager"]),
+            ("MLP, 8192 rows", "03_simple_mlp/64_128_768_3072_", ["eager"])):
+        for variant in [*first, "compile", *(f"mode-{mode}_compile" for mode in (
+                "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"))]:
+            if (REFERENCE / f"{trace}{variant}.json").exists():
+                facts = looker(REFERENCE)(trace + variant)
+                copied = sum(row["median_ns"] for row in facts["kernels"] if row["op"] == "aten::_foreach_copy_")
+                rows.append((lesson, variant.replace("mode-", "").replace("_compile", ""), launches(facts),
+                             us(copied) if copied else "", us(facts["kernels_ns"]), us(facts["unprofiled_ns"])))
+    return table(["lesson", "variant or mode", "the CPU launches", "inputs copied for a graph",
+                  "kernels take", "step, no profiler"], rows)
+
+
+def lengths():
+    """What a step took in which a size was new, and the one after, with the profiler."""
+    rows = []
+    for name, new in ("64_128-192-256_768_3072", "seq 192"), ("64_128_768_3072-2048", "hidden 2048"):
+        for variant in "eager", "compile", "liger", "fused":
+            if (REFERENCE / f"03_kernels_mlp/{name}_{variant}.json").exists():
+                steps = looker(REFERENCE)(f"03_kernels_mlp/{name}_{variant}")["steps"]
+                rows.append((new, variant, *(f"{step['recorded'] / 1e6:,.1f} ms" for step in steps)))
+    return table(["new in the second step", "variant", "#2", "#3", "#4"], rows)
+
+
+def launch_table():
+    """How Inductor launches its fused kernel, of one source, in several traces."""
+    rows = []
+    for when, name in (("compile alone in a process", "03_simple_mlp/64_128_768_3072_compile"),
+                       ("compile after eager", "03_kernels_mlp/64_128_768_3072_compile"),
+                       ("max-autotune-no-cudagraphs", "03_simple_mlp/64_128_768_3072_mode-max-autotune-no-cudagraphs_compile"),
+                       ("max-autotune", "03_simple_mlp/64_128_768_3072_mode-max-autotune_compile")):
+        [row] = [row for row in looker(REFERENCE)(name)["kernels"] if row["name"].startswith("triton_poi_fused")]
+        blocks, threads = row["grid"][0], row["block"][0]
+        rows.append((when, f"{blocks} x {threads}", f"{8192 * 3072 / blocks / threads:g}", us(row["median_ns"])))
+    return table(["trace", "blocks x threads", "elements a thread", "takes"], rows)
+
+
+def tuning():
+    """What Inductor's tuner timed, from the step in which the trace shows it at work."""
+    trace = read.load(str(REFERENCE / "03_kernels_mlp/64_128-192-256_768_3072_compile.json"))
+    tries = {}
+    for copy, kernel in zip(trace["gpu"], trace["gpu"][1:]):
+        if copy["cat"] == "gpu_memcpy" and kernel["name"].startswith("triton_poi_fused"):
+            wait = kernel["ts"] - copy["ts"] - copy["dur"]
+            launch = f"{kernel['args']['grid'][0]} x {kernel['args']['block'][0]}"
+            tries.setdefault(launch, []).append((copy["dur"], wait, kernel["dur"]))
+    return table(["blocks x threads", "tries", "copy", "wait for the CPU", "kernel"], [
+        (launch, len(found), *(us(median(column)) for column in zip(*found)))
+        for launch, found in tries.items()])
 
 
 def by_size():
@@ -394,11 +544,13 @@ def catalogue():
         name = path.relative_to(REFERENCE).with_suffix("")
         facts = looker(REFERENCE)(str(name))
         rows.append((f"[{name}](h200/{name}.json)", len(facts["kernels"]), len(facts["memory"]),
-                     us(facts["kernels_ns"]), us(facts["unprofiled_ns"]), facts["verdict"]["bound"]))
+                     us(facts["kernels_ns"]), us(facts["unprofiled_ns"]) if facts["unprofiled_ns"] else "",
+                     facts["verdict"]["bound"] or "cannot tell" if facts["unprofiled_ns"] else ""))
     return table(["trace", "kernels", "memory operations", "its kernels", "step", "bound by"], rows)
 
 
-DOCS = {"README.md": [output, answers, sizes, variants, savings, bench, by_size, claims], "traces/README.md": [catalogue]}
+DOCS = {"README.md": [output, answers, sizes, variants, savings, bench, by_size, modes, lengths, launch_table,
+                      tuning, claims], "traces/README.md": [catalogue]}
 
 
 def docs(path):
