@@ -40,13 +40,13 @@ GUESS = {
     "eager": ["aten::mm", "aten::add"],
     "compile": ["aten::addmm"],
     "addmm": ["aten::addmm"],
-    # With a flag: the line with most of the flags in use counts.
+    # With flags: the last line counts whose flags are all in use.
     "eager --batch": ["aten::bmm", "aten::add"],
     "compile --batch": ["aten::bmm", "*fused_add*"],
     "addmm --batch": ["aten::baddbmm"],
-    "compile --mode reduce-overhead": ["aten::_foreach_copy_", "Torch-Compiled*"],
-    "compile --mode max-autotune": ["aten::_foreach_copy_", "Torch-Compiled*"],
+    "compile --mode": ["aten::_foreach_copy_", "Torch-Compiled*"],
     "compile --mode max-autotune-no-cudagraphs": ["*addmm*"],
+    "compile --batch --mode max-autotune-no-cudagraphs": ["*bmm*", "*fused_add*"],
 }
 
 
@@ -118,13 +118,12 @@ def quiet():
             os.dup2(stderr, 2)
             os.close(stderr)
             held.seek(0)
-            for line in held:
-                if not re.match(rb"USDT:|.*gpuGetDeviceCount failed", line):
-                    os.write(2, line)
+            os.write(2, re.sub(rb"(?m)^(USDT:|.*gpuGetDeviceCount failed).*\n?", b"", held.read()))
 
 
 def profile(step, device, schedule=(1, 1, 3)):
-    """Profile calls of step(): one waits, one warms the profiler up, three are recorded.
+    """Profile calls of step(): one waits, one warms the profiler up, three are recorded, or as many
+    of each as schedule says.
 
     Returns the Chrome trace, a dict, and the profiler's table, a text. Raises OSError.
     """
@@ -159,8 +158,7 @@ def time_step(step, device):
         start = time.perf_counter()
         for _ in range(n):
             step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(device).synchronize()
         return (time.perf_counter() - start) / n * 1e6
 
     n = max(1, min(500, int(100_000 / block(3))))
@@ -203,7 +201,7 @@ WHY = {     # operators that a guess may name and that never reach the device
     "aten::matmul": "only calls aten::mm",
     "aten::t": "swaps two strides: it moves no data and launches nothing",
     "aten::add": "is part of aten::addmm: the GEMM's epilogue on a GPU, a copy before it on a CPU",
-    "aten::_foreach_copy_": "copies inputs for a CUDA graph, and on a CPU there is none",
+    "aten::_foreach_copy_": "copies inputs for a CUDA graph, and none ran: a CPU has none",
 }
 CURES = {   # what to change, by a pattern in an error's text
     r"Python\.h": "Python's headers are missing: install them (apt install python3-dev)",
@@ -220,9 +218,8 @@ def is_kernel(event):
 
 
 def guess(variant, flags):
-    """The line of GUESS for this variant that names most of the flags in use."""
-    fits = [key for key in GUESS if key.split()[0] == variant and {*key.split()[1:]} <= {*flags}]
-    return GUESS[max(fits, key=len)]
+    """The last line of GUESS for this variant whose flags are all in use."""
+    return [GUESS[key] for key in GUESS if {*key.split()} <= {variant, *flags}][-1]
 
 
 def compare(guessed, steps):
@@ -234,12 +231,10 @@ def compare(guessed, steps):
     heads = "".join(f"{head:>9}" for head in ["µs", "min", "max"][:len(columns)])
     heads += f"{'blocks x threads':>18}" * any("grid" in e["args"] for e in flat[-1])
     print(f"  {'guess':22}{'trace':30}{heads}  kernel")
-    guesses, seen, rows = iter(guessed), [], zip(*columns)
+    seen = [op for op, events in steps[-1] if any(map(is_kernel, events))]
+    guesses, rows = iter(guessed), zip(*columns)
     for op, events in steps[-1]:
-        mine = ""
-        if any(map(is_kernel, events)):
-            mine = next(guesses, "-")
-            seen.append(op)
+        mine = next(guesses, "-") if any(map(is_kernel, events)) else ""
         for e in events:
             took = "".join(f"{cell:9.2f}" for cell in next(rows))
             size = [str(math.prod(e["args"].get(key, []))) for key in ("grid", "block")]
@@ -253,9 +248,7 @@ def compare(guessed, steps):
     for op in sorted(set(guessed) & set(WHY) - set(seen)):
         print(f"  {op} {WHY[op]}.")
     if "aten::_foreach_copy_" in seen:
-        print("  A CUDA graph: one launch, in Torch-Compiled Region, replays its kernels. Before it"
-              "\n  aten::_foreach_copy_ copies the inputs to where the graph reads them; not those "
-              "that you\n  give to torch._dynamo.mark_static_address, if they stay where they are.")
+        print("  A CUDA graph: one launch replays its kernels, after a copy of the inputs.")
     for e, least, most in zip(flat[-1], us.min(0), us.max(0)):
         if e["cat"] == "kernel" and most > 1.3 * least:
             print(f"  {short(e['name'], 44)} varies {most / least:.1f} times from step to step: "
@@ -273,23 +266,26 @@ def measure(variant, path, args, lesson):
     start = time.perf_counter()
     for _ in range(3 if args.warmup else 0):
         step()
-        if args.device == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(args.device).synchronize()
         lesson.setdefault("first_call_s", round(time.perf_counter() - start, 3))
     trace, table = profile(step, args.device, args.schedule)
     y, expected = step().double(), reference()
     lesson["error"] = ((y - expected).norm() / expected.norm()).item()
     lesson["step_us"] = time_step(step, args.device)
     steps, lost = launched(trace, args.device)
+    cpu = [e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
+           and e["name"].startswith("ProfilerStep")]
+    # Where sizes take turns, look at the steps of the last one.
+    turns = slice((len(steps) - 1) % args.sizes, None, args.sizes)
+    steps, cpu = steps[turns], cpu[turns]
     seen = not lost and steps and all(steps)
     if not seen:
         lesson["notes"].append(
             f"The profiler missed kernels ({lost} launches have none), so none are counted. It "
             "needs CUPTI, which WSL2 and some drivers refuse.")
-    elif vars(args).get("sizes", 1) > 1 or 1 < len(
-            {str([e["name"] for _, events in step for e in events]) for step in steps}):
-        lesson["notes"].append("The steps launched different work; the last one is shown.")
-        steps = steps[-1:]
+    elif len({str([e["name"] for _, events in step for e in events]) for step in steps}) > 1:
+        lesson["notes"].append("The steps launched different kernels; the last one is shown.")
+        steps, cpu = steps[-1:], cpu[-1:]
     trace |= {"lesson": lesson, "traceName": path.as_posix()}
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:        # whole files or none
         Path(folder, "new.json").write_text(json.dumps(trace), "utf-8")
@@ -299,23 +295,17 @@ def measure(variant, path, args, lesson):
     cells = compare(guess(variant, args.flags), steps) if seen else ["?"] * 4
     for note in lesson["notes"]:
         print(f"  {note}")
-    cpu = np.median([e["dur"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"
-                     and e["name"].startswith("ProfilerStep")])
-    return [*cells, cpu, lesson["step_us"]]
+    return [*cells, np.median(cpu), lesson["step_us"]]
 
 
 def run(script, tag, args):
     """Profile each variant, then compare all in one table. Returns the exit code."""
     gpu = args.device == "cuda"
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
-    if args.dtype not in ("bf16", *tag.split("_")):
-        tag += f"_dtype-{args.dtype}"
-    if not gpu and torch.cuda.is_available():
-        tag += "_device-cpu"
-    if args.mode != "default":
-        tag += f"_mode-{args.mode}"
-    if "--schedule" in args.flags:
-        tag += f"_schedule-{'-'.join(map(str, args.schedule))}"
+    tag += f"_dtype-{args.dtype}" * (args.dtype not in ("bf16", *tag.split("_")))
+    tag += "_device-cpu" * (not gpu and torch.cuda.is_available())
+    tag += f"_mode-{args.mode}" * ("--mode" in args.flags)
+    tag += f"_schedule-{'-'.join(map(str, args.schedule))}" * ("--schedule" in args.flags)
     print(f"{script} in {args.dtype} on {device}, torch {torch.__version__}")
     arguments = {key: value for key, value in vars(args).items() if key not in GUESS}
     versions = {"torch": torch.__version__} | {
@@ -343,9 +333,8 @@ def run(script, tag, args):
         paths.append(path)
     if rows:
         print("\nOne step: medians, step µs without the profiler, error against float64")
-        head = ["", "kernels", "mem ops", "kernels µs", "span µs", "CPU µs", "step µs", "speed-up",
-                "first call s", "error"]
-        for row in [head, *rows]:
+        head = ",kernels,mem ops,kernels µs,span µs,CPU µs,step µs,speed-up,first call s,error"
+        for row in [head.split(","), *rows]:
             print("{:8}{:>8}{:>8}{:>12}{:>10}{:>10}{:>10}{:>9}{:>13}{:>9}".format(*(
                 f"{cell:,.{int(cell < 1e4)}f}" if isinstance(cell, float) else cell
                 for cell in row)))
@@ -383,12 +372,13 @@ def parse(parser):
         parser.add_argument(f"--{variant}", action="store_true", help=f"profile {variant} only")
     parser.add_argument("--mode", choices=MODES, default="default",
                         help="torch.compile's. Look for one cudaGraphLaunch in place of all "
-                             "launches, after copies of the inputs; and for triton_mm, not cuBLAS")
+                             "launches, after copies of the inputs; for triton_tem, not cuBLAS")
     parser.add_argument("--schedule", nargs=3, type=count, default=[1, 1, 3],
                         metavar=("WAIT", "WARMUP", "ACTIVE"),
                         help="steps before, to warm the profiler up, recorded; default: 1 1 3. "
-                             "Look for the start of everything in 0 0 3, and which kernels vary in "
-                             "0 0 20")
+                             "Look for what the first steps cost in 0 0 3, and which kernels vary "
+                             "in 0 0 20")
+    parser.set_defaults(sizes=1)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is one")
     args = parser.parse_args()
@@ -399,15 +389,15 @@ def parse(parser):
         parser.error("--mode is torch.compile's: add --compile")
     if not args.schedule[2]:
         parser.error("--schedule records no step: ACTIVE must be 1 or more")
-    # A CPU's trace then names Inductor's C++ kernel; max-autotune logs each candidate too large.
+    # A CPU's trace then names Inductor's C++ kernel.
     os.environ.setdefault("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE", "1")
-    logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    # Loggers that speak of no error: no CUDA on a machine without, a candidate that does not fit.
+    for name in "torch.utils.cpp_extension", "torch._inductor.select_algorithm":
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     gpu = torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         sys.exit("--device cuda: PyTorch finds no GPU here; leave it out to profile the CPU")
     args.device = args.device or ("cuda" if gpu else "cpu")
-    if not gpu:
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)   # "No CUDA runtime"
     if args.device == "cuda":
         bf16, fallback = torch.cuda.is_bf16_supported(including_emulation=False), "fp16"
     else:

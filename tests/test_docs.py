@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -15,6 +16,7 @@ import read                                 # noqa: E402
 import record                               # noqa: E402
 from test_scripts import check_private, load, spans    # noqa: E402
 
+REFERENCE = record.REFERENCE
 REFERENCES = sorted((ROOT / "traces").glob("*/0*/*.json"))
 
 
@@ -40,7 +42,7 @@ def test_reference_trace(path):
     module, turns = load(script), given.get("sizes", 1) > 1
     steps, lost = module.launched(trace, "cuda")
     assert lost == 0
-    assert lesson["notes"] == ["The steps launched different work; the last one is shown."] * turns
+    assert len(lesson["notes"]) <= turns
     guessed = module.guess(variant, given.get("flags", []))
     for step in steps[-1:] if turns else steps:
         seen = [op for op, events in step if any(map(module.is_kernel, events))]
@@ -50,18 +52,26 @@ def test_reference_trace(path):
     assert f"  {trace['traceName']}\n" in (path.parent / "output.txt").read_text("utf-8")
 
 
-def test_output_is_that_of_the_traces():
-    """The README's run and the committed traces are one recording."""
-    output = (ROOT / "traces/h200/03_kernels_mlp/output.txt").read_text("utf-8").split("\n$ ")[0]
-    for path in (ROOT / "traces/h200/03_kernels_mlp").glob("64_128_768_3072_*.json"):
-        kernels = [e for e in spans(json.loads(path.read_text("utf-8"))) if e["cat"] == "kernel"]
-        for name in {e["name"] for e in kernels}:
-            assert name[-12:] in output
-        durations = [sorted(e["dur"] for e in kernels[i::len(kernels) // 3])[1]
-                     for i in range(len(kernels) // 3)]
-        section = output.split(f"\n{path.stem.split('_')[-1]}\n")[1].split("The guess")[0]
-        shown = [float(us) for us in re.findall(r" (\d+\.\d\d) +\d+ x \d+  ", section)]
-        assert shown == [round(us, 2) for us in durations]
+@pytest.mark.parametrize("script", ["01_matmul_add", "02_linear", "03_simple_mlp", "03_kernels_mlp"])
+def test_output_is_that_of_the_traces(script):
+    """Each command of RUNS is there once, and its output has the traces' operators and durations."""
+    runs = (REFERENCE / script / "output.txt").read_text("utf-8").split("$ python ")[1:]
+    assert [run.split("\n")[0] for run in runs] == [run for run in record.RUNS if run.startswith(script)]
+    traces, module = [], load(script)
+    for run in runs:
+        sections = re.findall(r"\n\n(\w+)\n(.*?\n  The guess holds\.)", run, re.S)
+        names = re.findall(rf"^  traces/{script}/(\S+)\.json$", run, re.M)
+        traces += names
+        for (variant, section), name in zip(sections, names, strict=True):
+            assert name.endswith(f"_{variant}")
+            trace = json.loads((REFERENCE / script / f"{name}.json").read_text("utf-8"))
+            steps, _ = module.launched(trace, "cuda")
+            steps = steps[-1:] if trace["lesson"]["arguments"].get("sizes", 1) > 1 else steps
+            took = zip(*([e["dur"] for _, events in step for e in events] for step in steps))
+            shown = re.findall(r"^  .{45,60}? +(\d+\.\d\d)  .*(.{8})$", section, re.M)
+            assert shown == [(f"{median(us):.2f}", e["name"][-8:]) for us, e in zip(
+                took, [e for _, events in steps[-1] for e in events])]
+    assert sorted(traces) == sorted(path.stem for path in (REFERENCE / script).glob("*.json"))
 
 
 def test_claims_that_do_not_hold_on_the_h200():
@@ -76,15 +86,30 @@ def test_claims_that_do_not_hold_on_the_h200():
     ]
 
 
+# Facts to change where no trace here shows the other outcome.
+CHANGED = {
+    "Liger: one kernel by hand, no Dynamo": lambda facts: {"operators": {"TorchDynamo Cache Lookup": 1}},
+    "schedule 0 0 3 shows an Activity Buffer Request": lambda facts: {
+        "text": json.dumps({"traceEvents": [{"name": "Activity Buffer Request", "dur": 900}]})},
+    "one kernel's duration varies from step to step": lambda facts: {
+        "kernels": [row | {"max_ns": 2 * row["min_ns"]} for row in facts["kernels"]]},
+}
+
+
 @pytest.mark.parametrize("claim, check", [(claim, check) for claim, _, check in record.CLAIMS])
-def test_a_claim_can_fail(claim, check):
-    """Shown some other trace in place of its own, no claim holds throughout."""
+def test_a_claim_can_hold_and_fail(claim, check):
+    """Shown other traces in place of its own, it holds for some and not for others."""
     look = record.looker(record.REFERENCE)
-    outcomes = [check(look)[0]]
+    outcomes = {check(look)[0]}
+    if claim in CHANGED:
+        outcomes.add(check(lambda name: look(name) | CHANGED[claim](look(name)))[0])
     for path in record.REFERENCE.glob("0*/*.json"):     # other GPUs' traces may lie beside these
         other = str(path.relative_to(record.REFERENCE).with_suffix(""))
-        outcomes.append(record.held(check, lambda name: look(other))[0])
-    assert False in outcomes
+        try:
+            outcomes.add(check(lambda name: look(other))[0])
+        except (IndexError, KeyError, ValueError, TypeError, StopIteration):    # it lacks what is asked
+            pass
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("gpu, name", [
@@ -134,20 +159,22 @@ def test_what_the_readme_says_of_the_modes():
     step = lambda name: look(name)["unprofiled_ns"]
     mode = lambda name, mode: step(f"{name}_mode-{mode}_compile")
     few, many = "03_simple_mlp/1_16_768_3072", "03_simple_mlp/64_128_768_3072"
-    eager, compiled, graph = step(f"{few}_eager"), step(f"{few}_compile"), mode(few, "reduce-overhead")
-    assert eager < graph < compiled and compiled - graph > (compiled - eager) / 2
-    assert mode(many, "reduce-overhead") > step(f"{many}_compile")
-    assert mode(many, "max-autotune") == max(step(str(path.relative_to(record.REFERENCE).with_suffix("")))
-                                             for path in record.REFERENCE.glob(f"{many}_*.json"))
+    busy = lambda name: look(name)["gpu_ns"]
+    graph = "mode-reduce-overhead_compile"
+    assert [record.launches(look(f"{few}_{v}")) for v in ("compile", graph)] == [5, 2]
+    assert busy(f"{many}_{graph}") > busy(f"{many}_compile")
+    assert busy(f"{many}_mode-max-autotune_compile") == max(
+        busy(str(path.relative_to(record.REFERENCE).with_suffix("")))
+        for path in record.REFERENCE.glob(f"{many}_*.json"))
     gemms = [[row["name"].startswith("nvjet") for row in look(f"{many}_mode-{tuner}_compile")["kernels"]].count(True)
              for tuner in ("max-autotune-no-cudagraphs", "max-autotune")]
     assert gemms == [2, 0]
     large, small = "01_matmul_add/4096_bf16_warm", "01_matmul_add/64_bf16_warm"
-    assert mode(large, "reduce-overhead") > 1.2 * step(f"{large}_compile")
-    assert [record.launches(look(f"{small}_{v}")) for v in ("compile", "mode-reduce-overhead_compile")] == [2, 2]
-    assert step(f"{small}_addmm") == min(step(f"{small}_{v}") for v in (
-        "eager", "addmm", "compile", "mode-reduce-overhead_compile", "mode-max-autotune_compile",
-        "mode-max-autotune-no-cudagraphs_compile"))
+    assert busy(f"{large}_{graph}") > 1.2 * busy(f"{large}_compile")
+    assert [record.launches(look(f"{small}_{v}")) for v in ("compile", graph)] == [2, 2]
+    assert max(step(f"{small}_{v}") for v in ("eager", "addmm")) < step(f"{small}_compile") / 2
+    assert max(step(f"{small}_{v}") for v in ("eager", "addmm")) < min(
+        mode(small, m) for m in ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))
 
 
 def test_what_the_readme_says_of_launches_and_lengths():

@@ -181,12 +181,13 @@ def test_table_agrees_with_the_trace(tmp_path):
         steps = [e for e in spans(trace) if e["name"].startswith("ProfilerStep#")]
         work = [[e for e in spans(trace) if inside(step, e)
                  and re.fullmatch("|".join(dict.fromkeys(operators)), e["name"])] for step in steps]
-        median = lambda values: f"{sorted(values)[1]:,.1f}"
+        shown = lambda value: f"{value:,.{int(value < 1e4)}f}"
+        median = lambda values: shown(sorted(values)[1])
         assert row[:2] == (str(len(operators)), "0")
         assert row[2] == median([sum(e["dur"] for e in step) for step in work])
         assert row[3] == median([step[-1]["ts"] + step[-1]["dur"] - step[0]["ts"] for step in work])
         assert row[4] == median([step["dur"] for step in steps])
-        assert row[5] == f"{trace['lesson']['step_us']:,.1f}"
+        assert row[5] == shown(trace["lesson"]["step_us"])
         assert 0 < float(row[7]) < 1e-5
 
 
@@ -286,7 +287,7 @@ def test_mode(tmp_path, cache, script, flags, mode):
     trace = json.loads(path.read_text("utf-8"))
     assert trace["lesson"]["arguments"]["mode"] == mode
     graph = mode == "reduce-overhead"
-    assert ("The guess does not hold." in done.stdout) == graph == ("on a CPU there is none" in done.stdout)
+    assert ("The guess does not hold." in done.stdout) == graph == ("a CPU has none" in done.stdout)
     names, _ = of_step(trace, 4)
     for operator in WORK[script]["compile"]:
         assert any(re.fullmatch(operator, name) for name in names), names
@@ -309,8 +310,9 @@ def test_guess_for_the_flags_in_use():
     assert guess("eager", []) == guess("eager", ["--size", "8"]) == ["aten::mm", "aten::add"]
     assert guess("eager", ["--batch", "8"]) == ["aten::bmm", "aten::add"]
     assert guess("compile", ["--mode", "max-autotune-no-cudagraphs"]) == ["*addmm*"]
-    both = guess("compile", ["--batch", "8", "--mode", "max-autotune"])
-    assert both == ["aten::_foreach_copy_", "Torch-Compiled*"]
+    both = ["--batch", "8", "--mode"]
+    assert guess("compile", [*both, "max-autotune"]) == ["aten::_foreach_copy_", "Torch-Compiled*"]
+    assert guess("compile", [*both, "max-autotune-no-cudagraphs"]) == ["*bmm*", "*fused_add*"]
 
 
 def test_lengths_take_turns(tmp_path, cache):
@@ -334,8 +336,11 @@ def test_lengths_take_turns(tmp_path, cache):
         products = products if variant == "eager" else products[-3:]    # those of the compiler have none
         rows = [2 * seq for seq in (16, 24, 32) for _ in range(3)]
         assert [x[0] for x, *_ in products] == rows[-len(products):]
-        assert trace["lesson"]["notes"] == ["The steps launched different work; the last one is shown."]
-        assert trace["lesson"]["error"] < 1e-2
+        assert trace["lesson"]["notes"] == [] and trace["lesson"]["error"] < 1e-2
+        # The table is of the last length alone.
+        last = [e["dur"] for e in spans(trace) if e["name"] == "ProfilerStep#4"]
+        [row] = re.findall(rf"^{variant} .*$", done.stdout.split("One step")[1], re.M)
+        assert row.split()[5] == f"{last[0]:,.{int(last[0] < 1e4)}f}"
 
 
 def test_widths_take_turns(tmp_path, cache):
@@ -348,6 +353,18 @@ def test_widths_take_turns(tmp_path, cache):
     trace = json.loads(path.read_text("utf-8"))
     again = ["_compile.compile_inner (dynamo_timed)" in of_step(trace, i)[0] for i in (2, 3, 4, 5)]
     assert again == [False, True, False, False]
+    [row] = re.findall(r"^compile .*\d.*$", done.stdout, re.M)
+    cpu = (of_step(trace, 3)[1] + of_step(trace, 5)[1]) / 2     # the steps of the last width alone
+    assert row.split()[5] == f"{cpu:,.{int(cpu < 1e4)}f}"
+
+
+def test_dynamo_gives_up(tmp_path, cache):
+    widths = [str(8 * i) for i in range(1, 11)]
+    done = run(tmp_path, "03_kernels_mlp", "--batch", "2", "--seq", "4", "--dim", "8", "--hidden", *widths,
+               "--compile", "--schedule", "1", "1", "10", TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Dynamo compiled forward") == 8
+    assert done.stdout.count("Dynamo gave up, after torch._dynamo.config.recompile_limit") >= 1
 
 
 def test_flags_that_do_not_fit_together(tmp_path):
@@ -355,6 +372,7 @@ def test_flags_that_do_not_fit_together(tmp_path):
             ("02_linear --eager --mode max-autotune", "--mode is torch.compile's: add --compile"),
             ("03_kernels_mlp --liger --fused --mode reduce-overhead", "--mode is torch.compile's: add --compile"),
             ("03_kernels_mlp --seq 16 24 --hidden 8 16", "4 sizes take turns: record as many steps, --schedule 1 1 4"),
+            ("03_kernels_mlp --seq 16 24 --mode max-autotune", "a CUDA graph is of one size: choose one, or another --mode"),
             ("02_linear --schedule 1 1 0", "--schedule records no step: ACTIVE must be 1 or more"),
             ("02_linear --schedule 1 1", "argument --schedule: expected 3 arguments"),
             ("02_linear --schedule 1 -1 3", "argument --schedule: '-1' is not a whole number of 0 or more"),
@@ -570,7 +588,7 @@ def test_profiler_that_misses_kernels(monkeypatch, tmp_path, capsys, kernels, se
     monkeypatch.setattr(script, "build", lambda variant, args: (step, step))
     monkeypatch.setattr(script, "profile", lambda step, device, schedule: (gpu_trace(kernels), "table"))
     monkeypatch.setattr(script, "time_step", lambda step, device: 1.0)
-    args = SimpleNamespace(device="cuda", warmup=False, schedule=[1, 1, 3], flags=[])
+    args = SimpleNamespace(device="cuda", warmup=False, schedule=[1, 1, 3], flags=[], sizes=1)
     lesson = {"device_type": "cuda", "notes": []}
     cells = script.measure("eager", tmp_path / "traces/t_eager.json", args, lesson)
     note = "The profiler missed kernels"

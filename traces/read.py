@@ -472,7 +472,8 @@ def read(path, step=None):
         "memory": [row for row in found if row["kind"] in MEMORY],
         "operators": Counter(e["name"] for e in trace["cpu"] if e["cat"] not in LAUNCH
                              and start <= e["ts"] < end and "ProfilerStep" not in e["name"]),
-        "faults": [f"{what}: {count}" for what, count in trace["faults"].items()]}
+        "faults": [f"{what}: {count}" for what, count in trace["faults"].items()],
+        "mixed": 2 * sum(row["per_step"] < 1 for row in found) > len(found)}
     return facts | {"verdict": verdict(facts)}
 
 
@@ -483,6 +484,8 @@ def verdict(facts):
         return {"bound": None, "why": "none for a CPU: its times are noise, its structure holds."}
     if not kernels:
         return {"bound": None, "why": "cannot tell: no kernel runs in a step."}
+    if facts["mixed"]:
+        return {"bound": None, "why": "cannot tell: the steps differ. Look at one, with --step."}
     step = unprofiled or facts["taken_ns"]
     how = "takes {} µs without" if unprofiled else "took {} µs with"
     why = (f"A step {how.format(us(step))} the profiler, {step / kernels:.2f} times the "
@@ -608,7 +611,7 @@ def print_facts(facts):
         say(f"Noticed: {note}")
     listed = ", ".join(f"{step['name']} {us(step['recorded'])}" for step in steps[:8])
     say(f"{len(steps)} step{'s' * (len(steps) > 1)}: {listed}{', ...' * (len(steps) > 8)} µs")
-    if 2 * sum(row["per_step"] < 1 for row in facts["kernels"]) > len(facts["kernels"]):
+    if facts["mixed"]:
         say("The steps differ, and below they are mixed: --step and a step's number shows one alone.")
     print_rows("Kernels" if gpu else "Operators that stand for kernels", facts["kernels"])
     if facts["memory"]:
