@@ -11,6 +11,7 @@ costs, and why torch.compile finds nothing to fuse.
 Guess first: x @ w.T + b is a transpose, a product and a sum. How many kernels is that?
 """
 import argparse
+import bisect
 import contextlib
 import copy
 import fnmatch
@@ -156,15 +157,21 @@ def launched(trace, device):
     end = 0
     for e in host.values() if device == "cpu" else []:
         library, _, name = e["name"].rpartition("::")
+        if "compile_inner" in name:     # the compiler tries operators out
+            end = max(end, e["ts"] + e["dur"])
         if e["ts"] >= end and (library == "aten" and name not in IDLE or "cpp_fused" in name):
             work.append(e)
             end = e["ts"] + e["dur"]
     # The operator, or at least the launch; without either it comes from before the recording.
     groups = [(op, list(events)) for op, events in itertools.groupby(work, lambda e: host.get(
         e["args"].get("External id"), calls.get(e["args"].get("correlation"))))]
-    return [[(op["name"], events) for op, events in groups
-             if op and step["ts"] <= op["ts"] < step["ts"] + step["dur"]]
-            for step in host.values() if step["name"].startswith("ProfilerStep")], len(lost)
+    steps = [e for e in host.values() if e["name"].startswith("ProfilerStep")]
+    found, starts = [[] for _ in steps], [step["ts"] for step in steps]
+    for op, events in groups:
+        i = bisect.bisect(starts, op["ts"]) - 1 if op else -1
+        if i >= 0 and op["ts"] < starts[i] + steps[i]["dur"]:
+            found[i].append((op["name"], events))
+    return found, len(lost)
 
 
 # ---- The screen and the command line: nothing to copy ------------------------------------------
@@ -179,8 +186,9 @@ WHY = {     # operators that a guess may name and that never reach the device
 CURES = {   # what to change, by a pattern in an error's text
     r"Python\.h": "Python's headers are missing: install them (apt install python3-dev)",
     r"C\+\+ compiler|find C compiler": "a C++ compiler is missing: install one (apt install g++)",
-    r"out of memory|can't allocate|[Oo]verflow": "not enough memory: choose smaller sizes",
+    r"of memory|can't allocate|[Oo]verflow|MemoryError": "not enough memory: choose smaller sizes",
     r"ModuleNotFoundError": "{}: pip install -r requirements.txt",
+    r"File name too long": "{}: choose fewer sizes",
     r"File exists|s a directory|ot a directory": "{}: move away what is in the way of the traces",
     r"OSError|\[Errno": "{}: make room for the traces, or run in another folder",
 }
@@ -386,9 +394,11 @@ if __name__ == "__main__":
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")        # a screen without µ still gets the rest
     try:
-        sys.exit(main())
+        code = main()
+        print(end="", flush=True)
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:                         # whoever read the output has gone
+    except OSError as error:                        # whoever read the output has gone, or no room
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, BrokenPipeError) else f"output: {error.strerror}")

@@ -386,6 +386,10 @@ def test_one_step_alone():
     names = "ProfilerStep#2, ProfilerStep#3, ProfilerStep#4"
     assert read(path, "--step", "9", code=1) == f"read.py: {path}: no ProfilerStep#9, but {names}\n"
     assert "--step goes with the terminal" in read(path, "--step", "3", "--open", code=2)
+    assert "no ProfilerStep#," in read(path, "--step=", code=1)
+    hint = "The steps differ, and here they are mixed"
+    assert hint in read(path, path) and hint not in read(path, path, "--step", "4")
+    assert "A step with the profiler" in read(path, path)       # the other figure is of one size
     both = facts(path, path, "--step", "4")
     assert len(both["same"]) == 3 and not both["gone"] and not both["new"]
 

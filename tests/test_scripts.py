@@ -257,6 +257,19 @@ def test_kernel_that_varies(capsys, slowest, said):
     assert re.search(rf" 31.50 +30.00 +{slowest}.00 +8 x 384  gemm\n", shown)
 
 
+def test_compilation_that_is_recorded(tmp_path, cache):
+    """What the compiler tries out on the CPU is no kernel, for the script and for read.py."""
+    done = run(tmp_path, "01_matmul_add", "--compile", "--schedule", "0", "0", "1",
+               TORCHINDUCTOR_CACHE_DIR=cache)
+    assert done.returncode == 0 and "The guess holds." in done.stdout, done.stdout
+    [path] = tmp_path.glob("traces/01_matmul_add/*_schedule-0-0-1_compile.json")
+    names, _ = of_step(json.loads(path.read_text("utf-8")), 0)
+    assert names.count("aten::mm") + names.count("aten::addmm") > 1     # tried out, then used
+    found = subprocess.run([sys.executable, ROOT / "traces/read.py", path, "--json"], text=True,
+                           capture_output=True).stdout
+    assert [row["name"] for row in json.loads(found)["kernels"]] == ["aten::addmm"]
+
+
 def test_batch_and_addmm_by_hand(tmp_path):
     done = run(tmp_path, "01_matmul_add", "--batch", "8", "--warmup")
     assert done.returncode == 0 and done.stderr == "" and done.stdout.count("The guess holds.") == 3
@@ -456,11 +469,16 @@ def test_trace_folder_is_a_file(tmp_path):
 
 def test_output_that_nobody_reads_or_that_lacks_letters(tmp_path):
     shutil.copy(ROOT / "02_linear.py", tmp_path)
+    buffered = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
     for shell in (f"{sys.executable} 02_linear.py --eager --batch 8 | head -1",
                   f"PYTHONIOENCODING=ascii {sys.executable} 02_linear.py --eager --batch 9"):
         done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], cwd=tmp_path, text=True,
-                              capture_output=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+                              capture_output=True, env=buffered)
         assert done.stderr == "" and "02_linear in" in done.stdout
+    with open("/dev/full", "w") as full:
+        no_room = subprocess.run([sys.executable, "02_linear.py", "--eager", "--batch", "8"], cwd=tmp_path,
+                                 text=True, stdout=full, stderr=subprocess.PIPE, env=buffered)
+    assert no_room.returncode == 1 and no_room.stderr == "output: No space left on device\n"
     assert done.returncode == 0 and "?s  kernel" in done.stdout
     written = list((tmp_path / "traces/02_linear").glob("*.json"))
     assert "9_32_64" in "".join(path.name for path in written)

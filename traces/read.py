@@ -184,7 +184,7 @@ def load(path, step=None):
         gpu = sorted(gpu or filter(works, cpu), key=lambda e: e["ts"])
         trace = {"cpu": cpu, "gpu": gpu, "meta": meta, "faults": faults}
         attach(trace)
-        if step:
+        if step is not None:
             names = [name for name, *_ in trace["steps"]]
             if f"ProfilerStep#{step}" not in names:
                 raise BadTrace(f"{path}: no ProfilerStep#{step}, but {', '.join(names)}")
@@ -207,10 +207,12 @@ def ancestors(event):
 
 
 def works(event):
-    """Whether a CPU event stands for a kernel: the outermost operator that does work."""
-    chain = [e["cat"] == "cpu_op" and ("cpp_fused" in e["name"] or e["name"] not in NO_WORK
-             and e["name"].startswith("aten::")) for e in ancestors(event)]
-    return chain[0] and not any(chain[1:])
+    """Whether a CPU event stands for a kernel: the outermost operator that does work, but for what
+    torch.compile tries out."""
+    chain = [e["cat"] == "cpu_op" and ("cpp_fused" in e["name"] or "compile_inner" in e["name"]
+             or e["name"] not in NO_WORK and e["name"].startswith("aten::"))
+             for e in ancestors(event)]
+    return chain[0] and not any(chain[1:]) and "compile_inner" not in event["name"]
 
 
 def annotates(event):
@@ -463,17 +465,18 @@ def read(path, step=None):
     lesson = {key: float(value) if "." in str(value) and ns(value) is not None else value
               for key, value in (lesson if type(lesson) is dict else {}).items()}
     found = [measured(row, len(times), PEAKS.get(gpu)) for row in rows(trace)]
+    mixed = 2 * sum(row["per_step"] < 1 for row in found) > len(found)
     _, start, end, _ = trace["steps"][-1]
     facts = {
         "file": path, "lesson": lesson, "gpu": gpu, "peaks": PEAKS.get(gpu), "steps": times,
-        "unprofiled_ns": None if step else ns(str(lesson.get("step_us"))), "stacks": trace["meta"].get("with_stack"),
+        "mixed": mixed, "unprofiled_ns": None if mixed or step is not None else ns(
+            str(lesson.get("step_us"))), "stacks": trace["meta"].get("with_stack"),
         **{f"{key}_ns": median([t[key] for t in times]) for key in times[0] if key != "name"},
         "kernels": [row for row in found if row["kind"] not in MEMORY],
         "memory": [row for row in found if row["kind"] in MEMORY],
         "operators": Counter(e["name"] for e in trace["cpu"] if e["cat"] not in LAUNCH
                              and start <= e["ts"] < end and "ProfilerStep" not in e["name"]),
-        "faults": [f"{what}: {count}" for what, count in trace["faults"].items()],
-        "mixed": 2 * sum(row["per_step"] < 1 for row in found) > len(found)}
+        "faults": [f"{what}: {count}" for what, count in trace["faults"].items()]}
     return facts | {"verdict": verdict(facts)}
 
 
@@ -692,6 +695,8 @@ def print_comparison(a, b):
     found = compare(a, b)
     say(f"A  {title(a)}", 3)
     say(f"B  {title(b)}", 3)
+    if a["mixed"] or b["mixed"]:
+        say("The steps differ, and here they are mixed: --step and a step's number compares one.")
     print(f"\nA step {'without' if found['unprofiled'] else 'with'} the profiler: "
           f"{change(*found['step_ns'])}")
     if a["gpu"] or b["gpu"]:
@@ -825,7 +830,7 @@ def main(argv=None):
                      help="write a copy of which Perfetto shows every event")
     parser.add_argument("--step", metavar="N", help="look at ProfilerStep#N alone")
     args = parser.parse_args(argv)
-    if args.step and (args.open or args.perfetto):
+    if args.step is not None and (args.open or args.perfetto):
         parser.error("--step goes with the terminal: Perfetto shows all steps")
     if args.other and (args.chain or args.open or args.perfetto):
         parser.error("--chain, --open and --perfetto take one file")
