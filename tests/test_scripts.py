@@ -328,6 +328,17 @@ def test_guess_for_the_flags_in_use():
     assert guess("compile", [*both, "max-autotune-no-cudagraphs"]) == ["*bmm*", "*fused_add*"]
 
 
+@pytest.mark.parametrize("active, recorded", [(3, [2, 3, 4]), (5, [2, 3, 4, 2, 3])])
+def test_whose_turn_it_is(active, recorded):
+    """The first length until the recording begins, all in turns, then the last one for good."""
+    args = SimpleNamespace(device="cpu", dtype="fp32", batch=1, seq=[2, 3, 4], dim=8, hidden=[8],
+                           mode="default", schedule=[1, 2, active])
+    step, reference = load("03_kernels_mlp").build("eager", args)
+    lengths = [step().shape[1] for _ in range(6 + active + 4)]
+    assert lengths == [2] * 6 + recorded + [recorded[-1]] * 4
+    torch.testing.assert_close(step().double(), reference(), rtol=1e-4, atol=1e-4)
+
+
 def test_lengths_take_turns(tmp_path, cache):
     """The second length compiles again, for any length; it is in the output and in the trace."""
     flags = "--batch 2 --seq 16 24 32 --dim 64 --hidden 128 --eager --compile".split()
