@@ -11,6 +11,7 @@
 
     python 03_kernels_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072
     python 03_kernels_mlp.py --liger       this variant only; also --eager, --compile, --fused
+    python 03_kernels_mlp.py --seq 128 192 256          lengths in turn: what is compiled again?
 
 You will learn how a hand-written kernel looks in a trace (no Dynamo rows, no guards, one launch);
 that Liger's and Inductor's kernels do the same work, gelu and mul in one pass over memory; and what

@@ -5,6 +5,7 @@
 """Profile a GeGLU MLP, three nn.Linear and a gate, eager and compiled.
 
     python 03_simple_mlp.py --batch 64 --seq 128 --dim 768 --hidden 3072 [--eager] [--compile]
+    python 03_simple_mlp.py --compile --mode reduce-overhead        or another of its modes
 
 You will learn to count the kernels of a step, to name the operator behind each, and to tell what
 torch.compile fuses (the pointwise kernels between the GEMMs) from what it leaves alone (the GEMMs).
