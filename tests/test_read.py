@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -560,7 +561,9 @@ def serving(path, **env):
     """read.py --open on a file, as its own process, once it prints its link."""
     process = subprocess.Popen([sys.executable, READ, path, "--open"], text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env=os.environ | {"BROWSER": "true"} | env)
+                               env=os.environ | {"BROWSER": "true"} | env,
+                               # A shell's background jobs ignore Ctrl-C, and so would this.
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return process, process.stdout.readline()
 
 
