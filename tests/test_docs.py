@@ -166,6 +166,9 @@ def test_what_the_readme_says_of_the_modes():
     assert busy(f"{many}_mode-max-autotune_compile") == max(
         busy(str(path.relative_to(record.REFERENCE).with_suffix("")))
         for path in record.REFERENCE.glob(f"{many}_*.json"))
+    # "Steps that the CPU bounds differ by a factor of two between processes", here of 16 rows, eager.
+    bench = json.loads((REFERENCE / "bench_fused.json").read_text("utf-8"))["steps_by_size"]["16x768x3072"]
+    assert step(f"{few}_eager") / 1e3 > 2 * bench["eager"]
     gemms = [[row["name"].startswith("nvjet") for row in look(f"{many}_mode-{tuner}_compile")["kernels"]].count(True)
              for tuner in ("max-autotune-no-cudagraphs", "max-autotune")]
     assert gemms == [2, 0]
@@ -194,6 +197,11 @@ def test_what_the_readme_says_of_launches_and_lengths():
     assert slow == {("| seq 192", "compile"), ("| hidden 2048", "liger")}
     first, second, third = took["| seq 192", "eager"]
     assert second > first
+    # "A second", "a tenth of a second", and of the latter most in the first aten::mm
+    assert 900 < took["| seq 192", "compile"][1] < 1100 and 80 < took["| hidden 2048", "liger"][1] < 130
+    cold = record.looker(REFERENCE)("01_matmul_add/64_bf16_cold_schedule-0-0-3_eager")
+    gemm = next(e["dur"] for e in cold["events"] if e["name"] == "aten::mm")
+    assert 80e6 < cold["steps"][0]["recorded"] < 130e6 and gemm > cold["steps"][0]["recorded"] / 2
 
 
 def test_readme_commands():

@@ -442,7 +442,7 @@ def savings():
     bytes_of = lambda facts: sum(row["bytes"] for row in facts["kernels"])
     return (
         f"A step launches {len(eager['kernels']) - len(fused['kernels'])} kernels and "
-        f"{len(eager['memory'])} memsets fewer than eager and moves {bytes_of(eager) / 1e6:.0f} MB - "
+        f"{len(eager['memory']) - len(fused['memory'])} memsets fewer than eager and moves {bytes_of(eager) / 1e6:.0f} MB - "
         f"{bytes_of(fused) / 1e6:.0f} MB = {(bytes_of(eager) - bytes_of(fused)) / 1e6:.0f} MB less.")
 
 
